@@ -1,0 +1,78 @@
+//! One model server of the pool.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+
+use crate::index::hash;
+
+/// Identifies one life of an endpoint: the same name at another address is another endpoint, with an empty cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EndpointId(u64);
+
+/// A model server that Envoy can dial.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Endpoint {
+    /// Name, unique in the pool; it is what the ring hashes.
+    pub name: String,
+    /// Where Envoy dials it.
+    pub address: SocketAddr,
+    /// Relative capacity, in (0, 100].
+    pub weight: f64,
+    /// Labels, as Kubernetes or the endpoints file gives them.
+    pub labels: BTreeMap<String, String>,
+    /// The model server's kind.
+    pub engine: Engine,
+}
+
+/// The kinds of model server whose answers and metrics are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Engine {
+    /// Not said.
+    #[default]
+    Unknown,
+    /// llama.cpp's `llama-server`.
+    LlamaCpp,
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+    /// TensorRT-LLM.
+    TrtLlm,
+    /// Triton inference server.
+    Triton,
+}
+
+impl Engine {
+    /// Every kind, with the name that users write.
+    pub const NAMES: [(&'static str, Self); 6] = [
+        ("unknown", Self::Unknown),
+        ("llama.cpp", Self::LlamaCpp),
+        ("vllm", Self::Vllm),
+        ("sglang", Self::Sglang),
+        ("trt-llm", Self::TrtLlm),
+        ("triton", Self::Triton),
+    ];
+}
+
+impl Endpoint {
+    /// Returns the identity of this life of the endpoint.
+    #[must_use]
+    pub fn id(&self) -> EndpointId {
+        EndpointId(hash::mix(hash::hash(self.name.as_bytes()), hash::hash(self.address.to_string().as_bytes())))
+    }
+}
+
+impl EndpointId {
+    /// Returns the identity as a hash, for breaking ties.
+    #[must_use]
+    pub fn hash(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.name, self.address)
+    }
+}

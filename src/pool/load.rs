@@ -1,0 +1,251 @@
+//! Who is busy with what: requests and tokens booked on each endpoint, released exactly once.
+//!
+//! A counter belongs to one life of an endpoint ([`EndpointId`]) and outlives its membership while work is in
+//! flight on it, so that an endpoint that flaps keeps its load and a release never hits another's counter.
+
+use std::collections::HashMap;
+
+use super::{EndpointId, PoolSnapshot};
+
+/// What is booked on one endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Load {
+    /// Requests in flight.
+    pub requests: u64,
+    /// Tokens of work in flight: prompts still to be read and answers still to be written.
+    pub tokens: u64,
+}
+
+/// The tokens of work that one request brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Work {
+    /// Prompt tokens that the endpoint must compute.
+    pub prefill: u64,
+    /// Tokens it may generate.
+    pub decode: u64,
+}
+
+/// When the prompt's tokens leave the ledger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// At the first token: the prompt is computed by then.
+    FirstToken,
+    /// With everything else, at the end of the answer.
+    End,
+}
+
+/// The right to give back what was booked. It must go back through [`LoadLedger::release`].
+#[derive(Debug)]
+#[must_use = "booked load must be released"]
+pub struct Ticket {
+    counter: u32,
+    work: Work,
+}
+
+/// The load of all endpoints, in slot order of the adopted snapshot.
+#[derive(Debug, Default)]
+pub struct LoadLedger {
+    counters: Vec<Counter>,
+    free: Vec<u32>,
+    by_id: HashMap<EndpointId, u32>,
+    by_slot: Vec<u32>,
+    total: Load,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Counter {
+    id: EndpointId,
+    load: Load,
+    /// Whether the endpoint is in the adopted snapshot, and so in `total`.
+    member: bool,
+}
+
+impl Work {
+    /// Adds both parts.
+    #[must_use]
+    pub fn tokens(self) -> u64 {
+        self.prefill.saturating_add(self.decode)
+    }
+}
+
+impl LoadLedger {
+    /// Follows a new snapshot: counters of endpoints that stay keep their load, new ones start at zero.
+    pub fn adopt(&mut self, pool: &PoolSnapshot) {
+        for &counter in &self.by_slot {
+            self.counters[counter as usize].member = false;
+        }
+        let by_slot: Vec<u32> = pool.ids().iter().map(|&id| self.counter_of(id)).collect();
+        let left = std::mem::replace(&mut self.by_slot, by_slot);
+        self.total = Load::default();
+        for &counter in &self.by_slot {
+            let counter = &mut self.counters[counter as usize];
+            counter.member = true;
+            self.total.requests += counter.load.requests;
+            self.total.tokens += counter.load.tokens;
+        }
+        for counter in left {
+            self.retire_if_idle(counter);
+        }
+    }
+
+    /// Returns what is booked on the endpoint in `slot`.
+    #[must_use]
+    pub fn load(&self, slot: u32) -> Load {
+        self.counters[self.by_slot[slot as usize] as usize].load
+    }
+
+    /// Returns what is booked on all endpoints of the snapshot.
+    #[must_use]
+    pub fn total(&self) -> Load {
+        self.total
+    }
+
+    /// Books one request with its work on the endpoint in `slot`.
+    pub fn book(&mut self, slot: u32, work: Work) -> Ticket {
+        let counter = self.by_slot[slot as usize];
+        self.add(counter, Load { requests: 1, tokens: work.tokens() });
+        Ticket { counter, work }
+    }
+
+    /// Releases the prompt's tokens, at the first token of the answer. A second call does nothing.
+    pub fn prefilled(&mut self, ticket: &mut Ticket) {
+        self.subtract(ticket.counter, Load { requests: 0, tokens: ticket.work.prefill });
+        ticket.work.prefill = 0;
+    }
+
+    /// Releases all that the ticket still holds.
+    #[expect(clippy::needless_pass_by_value, reason = "a ticket is spent: taking it makes a second release impossible")]
+    pub fn release(&mut self, ticket: Ticket) {
+        self.subtract(ticket.counter, Load { requests: 1, tokens: ticket.work.tokens() });
+        self.retire_if_idle(ticket.counter);
+    }
+
+    fn counter_of(&mut self, id: EndpointId) -> u32 {
+        if let Some(&counter) = self.by_id.get(&id) {
+            return counter;
+        }
+        let fresh = Counter { id, load: Load::default(), member: false };
+        let counter = if let Some(counter) = self.free.pop() {
+            self.counters[counter as usize] = fresh;
+            counter
+        } else {
+            self.counters.push(fresh);
+            u32::try_from(self.counters.len() - 1).expect("a pool has far fewer than 2^32 endpoints")
+        };
+        self.by_id.insert(id, counter);
+        counter
+    }
+
+    fn add(&mut self, counter: u32, load: Load) {
+        let counter = &mut self.counters[counter as usize];
+        counter.load.requests += load.requests;
+        counter.load.tokens += load.tokens;
+        if counter.member {
+            self.total.requests += load.requests;
+            self.total.tokens += load.tokens;
+        }
+    }
+
+    fn subtract(&mut self, counter: u32, load: Load) {
+        let counter = &mut self.counters[counter as usize];
+        counter.load.requests -= load.requests;
+        counter.load.tokens -= load.tokens;
+        if counter.member {
+            self.total.requests -= load.requests;
+            self.total.tokens -= load.tokens;
+        }
+    }
+
+    fn retire_if_idle(&mut self, counter: u32) {
+        let entry = self.counters[counter as usize];
+        // The map says whether this counter was retired before: a slot can leave twice in one adoption.
+        if !entry.member && entry.load == Load::default() && self.by_id.get(&entry.id) == Some(&counter) {
+            self.by_id.remove(&entry.id);
+            self.free.push(counter);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::pool::{Endpoint, Engine};
+
+    fn pool(names: &[u8]) -> PoolSnapshot {
+        let endpoints = names
+            .iter()
+            .map(|n| Endpoint {
+                name: format!("llm-{n}"),
+                address: format!("10.0.0.{n}:8000").parse().unwrap(),
+                weight: 1.0,
+                labels: Default::default(),
+                engine: Engine::Unknown,
+            })
+            .collect();
+        PoolSnapshot::new(0, endpoints, 1).unwrap()
+    }
+
+    #[test]
+    fn an_endpoint_that_flaps_keeps_its_load_and_ends_at_zero() {
+        let (both, one) = (pool(&[1, 2]), pool(&[2]));
+        let mut ledger = LoadLedger::default();
+        ledger.adopt(&both);
+        let first = ledger.book(0, Work { prefill: 10, decode: 5 });
+        ledger.adopt(&one);
+        assert_eq!(ledger.total(), Load::default());
+        ledger.adopt(&both);
+        assert_eq!(ledger.load(0), Load { requests: 1, tokens: 15 });
+        let second = ledger.book(0, Work { prefill: 1, decode: 1 });
+        ledger.release(first);
+        ledger.release(second);
+        assert_eq!(ledger.load(0), Load::default());
+    }
+
+    #[derive(Debug, Clone)]
+    enum Act {
+        Adopt(Vec<u8>),
+        Book(u8, u64, u64),
+        First(usize),
+        End(usize),
+    }
+
+    fn act() -> impl Strategy<Value = Act> {
+        prop_oneof![
+            prop::collection::btree_set(1u8..6, 1..6).prop_map(|set| Act::Adopt(set.into_iter().collect())),
+            (any::<u8>(), 0u64..5000, 0u64..500).prop_map(|(slot, p, d)| Act::Book(slot, p, d)),
+            any::<usize>().prop_map(Act::First),
+            any::<usize>().prop_map(Act::End),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn load_returns_to_zero_whatever_happens(acts in prop::collection::vec(act(), 1..80)) {
+            let mut ledger = LoadLedger::default();
+            let mut members: Vec<u8> = vec![1, 2, 3];
+            ledger.adopt(&pool(&members));
+            let mut open: Vec<Ticket> = Vec::new();
+            for act in acts {
+                match act {
+                    Act::Adopt(names) => { ledger.adopt(&pool(&names)); members = names; }
+                    Act::Book(slot, prefill, decode) => {
+                        let slot = u32::from(slot) % u32::try_from(members.len()).unwrap();
+                        open.push(ledger.book(slot, Work { prefill, decode }));
+                    }
+                    Act::First(i) if !open.is_empty() => { let i = i % open.len(); ledger.prefilled(&mut open[i]); }
+                    Act::End(i) if !open.is_empty() => { let i = i % open.len(); ledger.release(open.swap_remove(i)); }
+                    Act::First(_) | Act::End(_) => {}
+                }
+                let sum = (0..u32::try_from(members.len()).unwrap()).map(|slot| ledger.load(slot))
+                    .fold(Load::default(), |a, b| Load { requests: a.requests + b.requests, tokens: a.tokens + b.tokens });
+                prop_assert_eq!(sum, ledger.total());
+            }
+            for ticket in open { ledger.release(ticket); }
+            prop_assert_eq!(ledger.total(), Load::default());
+            ledger.adopt(&pool(&[]));
+            prop_assert!(ledger.by_id.is_empty(), "idle counters of endpoints that left are freed");
+        }
+    }
+}

@@ -1,0 +1,16 @@
+//! The vocabulary and the state of one InferencePool: endpoints, requests, load, and where conversations live.
+
+pub mod endpoint;
+pub mod estimate;
+pub mod load;
+pub mod outcome;
+pub mod placement;
+pub mod request;
+pub mod snapshot;
+
+pub use endpoint::{Endpoint, EndpointId, Engine};
+pub use load::{Load, LoadLedger, Release, Ticket, Work};
+pub use outcome::{Ending, Outcome, Usage};
+pub use placement::{Placed, Placement};
+pub use request::{Conversation, InferenceRequest, KeySource, PromptSize};
+pub use snapshot::{PoolError, PoolSnapshot};

@@ -1,0 +1,127 @@
+//! The endpoints of the pool at one moment: immutable, replaced whole, shared by reference.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+
+use super::{Endpoint, EndpointId};
+use crate::index::rendezvous::Rendezvous;
+use crate::index::ring::{HashRing, Member};
+
+/// One version of the pool, with everything that is computed from its membership alone.
+#[derive(Debug, Default)]
+pub struct PoolSnapshot {
+    version: u64,
+    endpoints: Vec<Endpoint>,
+    ids: Vec<EndpointId>,
+    ring: HashRing,
+    rendezvous: Rendezvous,
+    slots: HashMap<EndpointId, u32>,
+    addresses: HashMap<SocketAddr, u32>,
+    weight: f64,
+}
+
+/// Why a list of endpoints is not a pool.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PoolError {
+    /// Two endpoints have one name.
+    #[error("two endpoints are named `{0}`: names must be unique, because the ring hashes them")]
+    DuplicateName(String),
+    /// Two endpoints have one address.
+    #[error("endpoints `{0}` and `{1}` have the same address {2}")]
+    DuplicateAddress(String, String, SocketAddr),
+}
+
+impl PoolSnapshot {
+    /// Sorts the endpoints by name and builds the ring with `points` virtual nodes for each unit of weight.
+    ///
+    /// # Errors
+    /// Two endpoints share a name or an address.
+    pub fn new(version: u64, mut endpoints: Vec<Endpoint>, points: u32) -> Result<Self, PoolError> {
+        endpoints.sort_by(|a, b| a.name.cmp(&b.name));
+        if let Some(pair) = endpoints.windows(2).find(|pair| pair[0].name == pair[1].name) {
+            return Err(PoolError::DuplicateName(pair[0].name.clone()));
+        }
+        let mut addresses = HashMap::with_capacity(endpoints.len());
+        for (slot, endpoint) in (0u32..).zip(&endpoints) {
+            if let Some(first) = addresses.insert(endpoint.address, slot) {
+                let first: &Endpoint = &endpoints[first as usize];
+                return Err(PoolError::DuplicateAddress(
+                    first.name.clone(),
+                    endpoint.name.clone(),
+                    endpoint.address,
+                ));
+            }
+        }
+        let members =
+            || endpoints.iter().map(|endpoint| Member { name: &endpoint.name, weight: endpoint.weight });
+        let (ring, rendezvous) = (HashRing::new(members(), points), Rendezvous::new(members()));
+        let ids: Vec<EndpointId> = endpoints.iter().map(Endpoint::id).collect();
+        Ok(Self {
+            version,
+            ring,
+            rendezvous,
+            slots: ids.iter().copied().zip(0..).collect(),
+            weight: endpoints.iter().map(|endpoint| endpoint.weight).sum(),
+            ids,
+            addresses,
+            endpoints,
+        })
+    }
+
+    /// Counts the changes of membership since the start.
+    #[must_use]
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Returns the endpoints in the order of their names; a slot is an index into it.
+    #[must_use]
+    pub fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    /// Returns the identities, in slot order.
+    #[must_use]
+    pub fn ids(&self) -> &[EndpointId] {
+        &self.ids
+    }
+
+    /// Returns the endpoint in a slot.
+    ///
+    /// # Panics
+    /// The slot is of another snapshot.
+    #[must_use]
+    pub fn endpoint(&self, slot: u32) -> &Endpoint {
+        &self.endpoints[slot as usize]
+    }
+
+    /// Finds the slot of an identity.
+    #[must_use]
+    pub fn slot_of(&self, id: EndpointId) -> Option<u32> {
+        self.slots.get(&id).copied()
+    }
+
+    /// Finds the slot of an address, as a subset hint names it.
+    #[must_use]
+    pub fn slot_at(&self, address: SocketAddr) -> Option<u32> {
+        self.addresses.get(&address).copied()
+    }
+
+    /// Returns the ring.
+    #[must_use]
+    pub fn ring(&self) -> &HashRing {
+        &self.ring
+    }
+
+    /// Returns the rendezvous hash.
+    #[must_use]
+    pub fn rendezvous(&self) -> &Rendezvous {
+        &self.rendezvous
+    }
+
+    /// Returns the sum of all weights.
+    #[must_use]
+    pub fn weight(&self) -> f64 {
+        self.weight
+    }
+}

@@ -1,0 +1,301 @@
+//! A decision as a value that explains itself: numbers and steps, no prose, no HTTP.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::pool::{KeySource, Load, PoolSnapshot};
+
+/// Where a request goes, and why.
+#[derive(Debug, Clone)]
+pub struct Decision {
+    /// Name of the policy that chose.
+    pub policy: &'static str,
+    /// Why, in a word.
+    pub reason: Reason,
+    /// Slots of the endpoints, the chosen one first, then those to try if it cannot be reached.
+    pub targets: Vec<u32>,
+    /// Prompt tokens believed to be cached at the chosen endpoint.
+    pub cached: u64,
+    /// The endpoints that the slots are of.
+    pub pool: Arc<PoolSnapshot>,
+    /// What led to it.
+    pub trace: Trace,
+}
+
+/// Why an endpoint was chosen. The words for `bounded` and `llm-aware` are those of the first llm-ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Reason {
+    /// The conversation's own place.
+    Home,
+    /// The same, over the normal cap: a long cached conversation tolerates more load.
+    HomeLong,
+    /// Where it was last served, which is not its home.
+    Sticky,
+    /// The same, over the normal cap.
+    StickyLong,
+    /// The preferred endpoint was over its cap; the next one that has room.
+    Overflow,
+    /// Every endpoint was over its cap; the least loaded.
+    FallbackLeastLoaded,
+    /// The least loaded, which is the policy.
+    LeastLoaded,
+    /// The request belongs to no conversation, so the least loaded.
+    NoConversation,
+    /// The next in turn.
+    Turn,
+    /// Drawn by chance.
+    Random,
+}
+
+/// What load is counted in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Unit {
+    /// Requests in flight.
+    Requests,
+    /// Tokens of work in flight.
+    Tokens,
+}
+
+/// What led to a decision, in order.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Trace {
+    /// Conversation's identity and where it was found.
+    pub conversation: Option<(String, KeySource)>,
+    /// The model asked for.
+    pub model: Option<String>,
+    /// Tokens of the prompt, estimated or given.
+    pub prompt_tokens: u64,
+    /// Tokens a byte used for the estimate, and the answers it was learned from.
+    pub estimate: Option<(f64, u32)>,
+    /// Tokens that may be generated.
+    pub max_tokens: u64,
+    /// Endpoints in the pool.
+    pub endpoints: usize,
+    /// Those that could be chosen.
+    pub candidates: usize,
+    /// Load of each candidate before this request, in slot order; empty in a large pool unless asked for.
+    pub loads: Vec<(u32, Load)>,
+    /// What the policy did.
+    pub steps: Vec<Step>,
+}
+
+/// One step of a policy.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    /// Placement memory knows the conversation.
+    Remembered {
+        /// Where it was last served.
+        endpoint: u32,
+        /// Tokens believed to be cached there.
+        cached: u64,
+        /// Whether that is also its home.
+        home: bool,
+    },
+    /// Placement memory does not know it, or the endpoint it knows cannot be chosen.
+    NotRemembered,
+    /// Placement memory is switched off.
+    MemoryOff,
+    /// What the request costs on its preferred endpoint.
+    Cost {
+        /// The endpoint.
+        endpoint: u32,
+        /// Prompt tokens to compute there.
+        new_tokens: u64,
+        /// Tokens to generate.
+        max_tokens: u64,
+        /// What is booked, in the policy's unit.
+        cost: u64,
+        /// The unit.
+        unit: Unit,
+    },
+    /// What an endpoint of average weight may carry, this request included.
+    Capacity {
+        /// Load of all candidates with this request.
+        total: u64,
+        /// The same for each candidate.
+        average: f64,
+        /// Slack over the average.
+        epsilon: f64,
+        /// Average × (1 + ε); rounded up when requests are counted.
+        cap: f64,
+        /// The unit.
+        unit: Unit,
+    },
+    /// A long cached conversation may stay up to a higher cap.
+    LongApplies {
+        /// Slack over the average for long conversations.
+        long_epsilon: f64,
+        /// Average × (1 + long ε).
+        cap: f64,
+    },
+    /// It may not, since the prompt is shorter than the threshold.
+    LongTooShort {
+        /// Tokens of the prompt.
+        prompt_tokens: u64,
+        /// Tokens from which a prompt is long.
+        threshold: u64,
+    },
+    /// It may not, since nothing is known to be cached.
+    LongNotCached,
+    /// Long stickiness is switched off.
+    LongOff,
+    /// An endpoint was tested against its cap.
+    Tested {
+        /// The endpoint.
+        endpoint: u32,
+        /// Its load.
+        load: u64,
+        /// What the request would add.
+        cost: u64,
+        /// What it may carry.
+        cap: f64,
+        /// The outcome.
+        verdict: Verdict,
+    },
+    /// No endpoint had room, so the least loaded takes it.
+    AllOver {
+        /// The endpoint.
+        endpoint: u32,
+        /// Its load.
+        load: u64,
+    },
+    /// The least loaded of all candidates.
+    Least {
+        /// The endpoint.
+        endpoint: u32,
+        /// Its load.
+        load: u64,
+        /// The unit.
+        unit: Unit,
+    },
+    /// The first candidate on the ring.
+    Ring {
+        /// The endpoint.
+        endpoint: u32,
+    },
+    /// The best candidates by rendezvous hash, best first.
+    Ranked {
+        /// The endpoints.
+        endpoints: Vec<u32>,
+    },
+    /// A number taken modulo the number of candidates.
+    Modulo {
+        /// What was taken: a count of decisions, a drawn number, or the conversation's key.
+        of: u64,
+        /// Candidates.
+        n: u64,
+        /// The endpoint at the remainder.
+        endpoint: u32,
+    },
+}
+
+/// Outcome of a test against a cap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It takes the request.
+    Fits,
+    /// It takes the request, because it has no other work.
+    Idle,
+    /// It is full.
+    Over,
+}
+
+/// Why a request gets no endpoint.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// No endpoint is ready.
+    #[error("the pool has no ready endpoint")]
+    PoolEmpty,
+    /// The gateway's subset hint allows none.
+    #[error("the gateway's subset hint is empty")]
+    SubsetEmpty,
+    /// The gateway's subset hint names no endpoint of the pool.
+    #[error("none of the {0} endpoints in the gateway's subset hint is in the pool")]
+    SubsetUnmatched(usize),
+    /// Every endpoint has as many requests as it may have.
+    #[error("every endpoint has its limit of {limit} requests in flight for each unit of weight")]
+    Saturated {
+        /// Requests for each unit of weight.
+        limit: u64,
+        /// When to try again.
+        retry_after: Duration,
+    },
+}
+
+impl Reason {
+    /// Every reason.
+    pub const ALL: [Self; 10] = [
+        Self::Home,
+        Self::HomeLong,
+        Self::Sticky,
+        Self::StickyLong,
+        Self::Overflow,
+        Self::FallbackLeastLoaded,
+        Self::LeastLoaded,
+        Self::NoConversation,
+        Self::Turn,
+        Self::Random,
+    ];
+
+    /// Returns the word.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Home => "home",
+            Self::HomeLong => "home-long",
+            Self::Sticky => "sticky",
+            Self::StickyLong => "sticky-long",
+            Self::Overflow => "overflow",
+            Self::FallbackLeastLoaded => "fallback-least-loaded",
+            Self::LeastLoaded => "least-loaded",
+            Self::NoConversation => "no-conversation",
+            Self::Turn => "turn",
+            Self::Random => "random",
+        }
+    }
+}
+
+impl Refusal {
+    /// Returns the refusal's kind in a word, for labels.
+    #[must_use]
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::PoolEmpty => "pool-empty",
+            Self::SubsetEmpty => "subset-empty",
+            Self::SubsetUnmatched(_) => "subset-unmatched",
+            Self::Saturated { .. } => "saturated",
+        }
+    }
+}
+
+impl Unit {
+    /// Returns that part of a load.
+    #[must_use]
+    pub fn of(self, load: Load) -> u64 {
+        match self {
+            Self::Requests => load.requests,
+            Self::Tokens => load.tokens,
+        }
+    }
+
+    /// Returns the unit's name.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Requests => "requests",
+            Self::Tokens => "tokens",
+        }
+    }
+}
+
+impl Decision {
+    /// Returns the slot of the chosen endpoint.
+    ///
+    /// # Panics
+    /// A decision without targets, which the scheduler never makes.
+    #[must_use]
+    pub fn target(&self) -> u32 {
+        *self.targets.first().expect("a decision has at least one target")
+    }
+}

@@ -1,0 +1,190 @@
+//! The decision: which endpoint gets a request, and why.
+
+pub mod decision;
+pub mod policy;
+pub mod registry;
+pub mod scheduler;
+
+use crate::pool::{LoadLedger, Placed, PoolSnapshot};
+
+pub use decision::{Decision, Reason, Refusal, Step, Trace, Unit};
+pub use registry::Policies;
+pub use scheduler::{Admission, Booking, Detail, Scheduler, Settings};
+
+/// All that a policy may look at. Equal input gives an equal choice: in production, the lab, a fuzzer and a test.
+#[derive(Debug)]
+pub struct Cx<'a> {
+    /// The endpoints.
+    pub pool: &'a PoolSnapshot,
+    /// Those that may be chosen; never empty.
+    pub candidates: &'a Candidates,
+    /// What is booked on them.
+    pub ledger: &'a LoadLedger,
+    /// Place of the conversation on the ring; of a request without one, a value drawn for it.
+    pub key: u64,
+    /// Tokens of the prompt, estimated.
+    pub prompt_tokens: u64,
+    /// Tokens that may be generated.
+    pub max_tokens: u64,
+    /// Where the conversation was last served, if that endpoint may be chosen.
+    pub placed: Option<(u32, Placed)>,
+    /// Counts the decisions since the start.
+    pub sequence: u64,
+    /// A value drawn for this decision: the only chance there is.
+    pub seed: u64,
+    /// How much to write into the trace.
+    pub detail: Detail,
+}
+
+/// The endpoints that may be chosen, as slots of the snapshot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Candidates {
+    /// Every endpoint of the pool; the number of them.
+    All(u32),
+    /// Some of them, ascending.
+    Some(Vec<u32>),
+}
+
+/// A policy's answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    /// The endpoint, one of the candidates.
+    pub slot: u32,
+    /// Why, in a word.
+    pub reason: Reason,
+    /// Prompt tokens that the policy believes to be cached there; they are not booked as work.
+    pub cached: u64,
+}
+
+/// One way to choose an endpoint. It does no I/O, reads no clock, draws no randomness and keeps no state.
+pub trait Policy: std::fmt::Debug + Send + Sync {
+    /// Chooses one of `cx.candidates`, writing each number and step that mattered into `trace`.
+    fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice;
+
+    /// Tells whether the choice depends on the conversation; if so, a request without one goes by load.
+    fn needs_conversation(&self) -> bool {
+        true
+    }
+}
+
+impl Candidates {
+    /// Counts them.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::All(n) => *n as usize,
+            Self::Some(slots) => slots.len(),
+        }
+    }
+
+    /// Tells whether nothing may be chosen.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Tells whether `slot` may be chosen.
+    #[must_use]
+    pub fn contains(&self, slot: u32) -> bool {
+        match self {
+            Self::All(n) => slot < *n,
+            Self::Some(slots) => slots.binary_search(&slot).is_ok(),
+        }
+    }
+
+    /// Returns the `i`th candidate, in slot order.
+    ///
+    /// # Panics
+    /// `i` is not below [`Self::len`].
+    #[must_use]
+    pub fn nth(&self, i: usize) -> u32 {
+        match self {
+            Self::All(n) => {
+                assert!(i < *n as usize, "candidate {i} of {n}");
+                u32::try_from(i).expect("below a u32")
+            }
+            Self::Some(slots) => slots[i],
+        }
+    }
+
+    /// Yields them in slot order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        let (all, some) = match self {
+            Self::All(n) => (*n, [].as_slice()),
+            Self::Some(slots) => (0, slots.as_slice()),
+        };
+        (0..all).chain(some.iter().copied())
+    }
+}
+
+impl Cx<'_> {
+    /// Returns the load of an endpoint in `unit`.
+    #[must_use]
+    pub fn load(&self, slot: u32, unit: Unit) -> u64 {
+        unit.of(self.ledger.load(slot))
+    }
+
+    /// Returns the load of all candidates in `unit`.
+    #[must_use]
+    pub fn total(&self, unit: Unit) -> u64 {
+        match self.candidates {
+            Candidates::All(_) => unit.of(self.ledger.total()),
+            Candidates::Some(slots) => slots.iter().map(|&slot| self.load(slot, unit)).sum(),
+        }
+    }
+
+    /// Returns the weight of an endpoint over the average weight of the candidates: 1 where all weigh the same.
+    #[must_use]
+    pub fn relative_weight(&self, slot: u32) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "a pool has far fewer than 2^52 endpoints")]
+        let n = self.candidates.len() as f64;
+        let sum = match self.candidates {
+            Candidates::All(_) => self.pool.weight(),
+            Candidates::Some(slots) => slots.iter().map(|&slot| self.pool.endpoint(slot).weight).sum(),
+        };
+        self.pool.endpoint(slot).weight * n / sum
+    }
+
+    /// Yields the candidates clockwise from the conversation's place on the ring: its home first.
+    pub fn ring_order(&self) -> impl Iterator<Item = u32> + '_ {
+        self.pool.ring().walk(self.key).filter(|&slot| self.candidates.contains(slot))
+    }
+
+    /// Returns the home of the conversation: the first candidate on the ring.
+    ///
+    /// # Panics
+    /// There are no candidates, which no policy is ever called with.
+    #[must_use]
+    pub fn home(&self) -> u32 {
+        self.ring_order().next().expect("a policy is called with at least one candidate")
+    }
+
+    /// Returns the candidate with the least load for its weight; equal ones are told apart by `tie`.
+    ///
+    /// # Panics
+    /// There are no candidates, which no policy is ever called with.
+    #[must_use]
+    pub fn least_loaded(&self, unit: Unit, tie: impl Fn(u32) -> u64) -> u32 {
+        #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
+        let relative = |slot: u32| self.load(slot, unit) as f64 / self.pool.endpoint(slot).weight;
+        let mut best: Option<(f64, u32)> = None;
+        for slot in self.candidates.iter() {
+            let load = relative(slot);
+            best = Some(match best {
+                None => (load, slot),
+                Some((least, holder)) => match load.total_cmp(&least) {
+                    std::cmp::Ordering::Less => (load, slot),
+                    std::cmp::Ordering::Equal if tie(slot) < tie(holder) => (load, slot),
+                    std::cmp::Ordering::Equal | std::cmp::Ordering::Greater => (least, holder),
+                },
+            });
+        }
+        best.expect("a policy is called with at least one candidate").1
+    }
+
+    /// Breaks ties by chance, but never by position: the seed mixed with the endpoint's own hash.
+    #[must_use]
+    pub fn chance(&self, slot: u32) -> u64 {
+        crate::index::hash::mix(self.seed, self.pool.ids()[slot as usize].hash())
+    }
+}

@@ -1,0 +1,158 @@
+//! `bounded`: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), weights in the cap.
+
+use serde::{Deserialize, Serialize};
+
+use super::plain;
+use crate::scheduling::decision::Verdict;
+use crate::scheduling::{Choice, Cx, Policy, Reason, Step, Trace, Unit};
+
+/// Walks the ring from home and takes the first endpoint whose load with this request stays within
+/// `(1 + epsilon)` times its fair share; an idle endpoint always takes it.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Bounded {
+    /// What load is counted in: `requests` or `tokens`.
+    pub load: Unit,
+    /// Slack over the fair share, above 0.
+    pub epsilon: Slack,
+}
+
+/// Slack over a fair share: a finite number above 0.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize)]
+#[serde(try_from = "f64", into = "f64")]
+pub struct Slack(f64);
+
+/// The slack with which most published comparisons are made.
+pub(super) const EPSILON: Slack = Slack(0.25);
+
+impl Slack {
+    /// Takes a slack whose validity is plain to see.
+    pub(super) const fn constant(epsilon: f64) -> Self {
+        Self(epsilon)
+    }
+
+    /// Returns ε.
+    #[must_use]
+    pub fn get(self) -> f64 {
+        self.0
+    }
+}
+
+impl TryFrom<f64> for Slack {
+    type Error = String;
+
+    fn try_from(epsilon: f64) -> Result<Self, String> {
+        if epsilon.is_finite() && epsilon > 0.0 {
+            Ok(Self(epsilon))
+        } else {
+            Err(format!("epsilon is a finite number above 0 (0.25 allows a quarter over the average), not {epsilon}"))
+        }
+    }
+}
+
+impl From<Slack> for f64 {
+    fn from(slack: Slack) -> Self {
+        slack.0
+    }
+}
+
+impl Default for Bounded {
+    fn default() -> Self {
+        Self { load: Unit::Requests, epsilon: EPSILON }
+    }
+}
+
+impl Policy for Bounded {
+    fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
+        let cost = match self.load {
+            Unit::Requests => 1,
+            Unit::Tokens => cx.prompt_tokens.saturating_add(cx.max_tokens),
+        };
+        let bound = Bound::new(cx, self.load, cost, self.epsilon);
+        let home = cx.home();
+        trace.steps.push(Step::Cost {
+            endpoint: home,
+            new_tokens: cx.prompt_tokens,
+            max_tokens: cx.max_tokens,
+            cost,
+            unit: self.load,
+        });
+        trace.steps.push(bound.step());
+        let slot = cx.ring_order().find(|&slot| bound.test(cx, slot, trace));
+        match slot {
+            Some(slot) if slot == home => plain(slot, Reason::Home),
+            Some(slot) => plain(slot, Reason::Overflow),
+            None => least_loaded(cx, self.load, trace),
+        }
+    }
+}
+
+/// What the endpoints may carry, one request included.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bound {
+    unit: Unit,
+    cost: u64,
+    epsilon: f64,
+    total: u64,
+    average: f64,
+}
+
+impl Bound {
+    /// The bound for a request that would add `cost` to whichever endpoint takes it.
+    pub(super) fn new(cx: &Cx<'_>, unit: Unit, cost: u64, epsilon: Slack) -> Self {
+        let total = cx.total(unit).saturating_add(cost);
+        #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
+        let average = total as f64 / cx.candidates.len() as f64;
+        Self { unit, cost, epsilon: epsilon.get(), total, average }
+    }
+
+    /// Returns what an endpoint of `weight` times the average weight may carry.
+    pub(super) fn cap(&self, weight: f64) -> f64 {
+        let cap = (1.0 + self.epsilon) * self.average * weight;
+        match self.unit {
+            Unit::Requests => cap.ceil(),
+            Unit::Tokens => cap,
+        }
+    }
+
+    /// Tells whether the endpoint takes the request, and writes the test down.
+    pub(super) fn test(&self, cx: &Cx<'_>, slot: u32, trace: &mut Trace) -> bool {
+        let verdict = self.verdict(cx, slot, self.cap(cx.relative_weight(slot)), trace);
+        verdict != Verdict::Over
+    }
+
+    /// Tests an endpoint against `cap`.
+    pub(super) fn verdict(&self, cx: &Cx<'_>, slot: u32, cap: f64, trace: &mut Trace) -> Verdict {
+        let load = cx.load(slot, self.unit);
+        #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
+        let verdict = if load.saturating_add(self.cost) as f64 <= cap {
+            Verdict::Fits
+        } else if load == 0 {
+            Verdict::Idle
+        } else {
+            Verdict::Over
+        };
+        trace.steps.push(Step::Tested { endpoint: slot, load, cost: self.cost, cap, verdict });
+        verdict
+    }
+
+    /// Returns the bound as a step of the trace.
+    pub(super) fn step(&self) -> Step {
+        Step::Capacity {
+            total: self.total,
+            average: self.average,
+            epsilon: self.epsilon,
+            cap: self.cap(1.0),
+            unit: self.unit,
+        }
+    }
+}
+
+/// Takes the least loaded candidate when none has room; equal ones in the order of the ring.
+pub(super) fn least_loaded(cx: &Cx<'_>, unit: Unit, trace: &mut Trace) -> Choice {
+    let order: Vec<u32> = cx.ring_order().collect();
+    let place = |slot: u32| order.iter().position(|&other| other == slot).unwrap_or(usize::MAX) as u64;
+    let slot = cx.least_loaded(unit, place);
+    trace.steps.push(Step::AllOver { endpoint: slot, load: cx.load(slot, unit) });
+    plain(slot, Reason::FallbackLeastLoaded)
+}

@@ -1,0 +1,170 @@
+//! `llm-aware`: bounded loads for LLM serving. Load is tokens of actual work, a conversation goes where its cache is,
+//! and the longer that cache is, the more load it tolerates before it moves.
+//!
+//! Three switches, each of which can be taken away to see what it is worth: `token_load`, `placement_memory`,
+//! `long_stickiness`. With all three off this is `bounded` in requests.
+
+use serde::{Deserialize, Serialize};
+
+use super::bounded::{Bound, EPSILON, Slack, least_loaded};
+use crate::scheduling::decision::Verdict;
+use crate::scheduling::{Choice, Cx, Policy, Reason, Step, Trace, Unit};
+
+/// Prefers where the conversation was last served, else its home, within a cap on tokens of work.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(try_from = "Unchecked", into = "Unchecked")]
+pub struct LlmAware {
+    /// Slack over the fair share.
+    epsilon: Slack,
+    /// The same for long cached conversations; not below `epsilon`.
+    long_epsilon: Slack,
+    /// Prompt tokens from which a conversation is long.
+    long_threshold_tokens: u64,
+    /// Count load in tokens of work; otherwise in requests.
+    token_load: bool,
+    /// Remember where each conversation was last served.
+    placement_memory: bool,
+    /// Let long cached conversations stay up to the higher cap.
+    long_stickiness: bool,
+}
+
+/// The parameters before they are checked against each other.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+struct Unchecked {
+    epsilon: Slack,
+    long_epsilon: Slack,
+    long_threshold_tokens: u64,
+    token_load: bool,
+    placement_memory: bool,
+    long_stickiness: bool,
+}
+
+impl Default for Unchecked {
+    fn default() -> Self {
+        Self {
+            epsilon: EPSILON,
+            long_epsilon: Slack::constant(1.0),
+            long_threshold_tokens: 800,
+            token_load: true,
+            placement_memory: true,
+            long_stickiness: true,
+        }
+    }
+}
+
+impl Default for LlmAware {
+    fn default() -> Self {
+        Self::try_from(Unchecked::default()).expect("the defaults agree with each other")
+    }
+}
+
+impl TryFrom<Unchecked> for LlmAware {
+    type Error = String;
+
+    fn try_from(p: Unchecked) -> Result<Self, String> {
+        if p.long_epsilon.get() < p.epsilon.get() {
+            return Err(format!(
+                "long_epsilon ({}) is the cap of long conversations and cannot be below epsilon ({})",
+                p.long_epsilon.get(),
+                p.epsilon.get()
+            ));
+        }
+        Ok(Self {
+            epsilon: p.epsilon,
+            long_epsilon: p.long_epsilon,
+            long_threshold_tokens: p.long_threshold_tokens,
+            token_load: p.token_load,
+            placement_memory: p.placement_memory,
+            long_stickiness: p.long_stickiness,
+        })
+    }
+}
+
+impl From<LlmAware> for Unchecked {
+    fn from(p: LlmAware) -> Self {
+        Self {
+            epsilon: p.epsilon,
+            long_epsilon: p.long_epsilon,
+            long_threshold_tokens: p.long_threshold_tokens,
+            token_load: p.token_load,
+            placement_memory: p.placement_memory,
+            long_stickiness: p.long_stickiness,
+        }
+    }
+}
+
+impl Policy for LlmAware {
+    fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
+        let unit = if self.token_load { Unit::Tokens } else { Unit::Requests };
+        let home = cx.home();
+        let remembered = if self.placement_memory { cx.placed } else { None };
+        trace.steps.push(match (self.placement_memory, remembered) {
+            (false, _) => Step::MemoryOff,
+            (true, None) => Step::NotRemembered,
+            (true, Some((slot, placed))) => {
+                Step::Remembered { endpoint: slot, cached: placed.cached(), home: slot == home }
+            }
+        });
+        let (preferred, cached) = remembered.map_or((home, 0), |(slot, placed)| (slot, placed.cached()));
+        let new_tokens = cx.prompt_tokens.saturating_sub(cached).max(1);
+        let cost = self.cost(new_tokens, cx.max_tokens);
+        trace.steps.push(Step::Cost { endpoint: preferred, new_tokens, max_tokens: cx.max_tokens, cost, unit });
+
+        let bound = Bound::new(cx, unit, cost, self.epsilon);
+        trace.steps.push(bound.step());
+        let weight = cx.relative_weight(preferred);
+        let normal_cap = bound.cap(weight);
+        let cap = self.long_cap(cx, remembered.is_some(), cost, unit, trace).map_or(normal_cap, |cap| cap * weight);
+
+        let verdict = bound.verdict(cx, preferred, cap, trace);
+        if verdict != Verdict::Over {
+            #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
+            let over_normal =
+                verdict == Verdict::Fits && cx.load(preferred, unit).saturating_add(cost) as f64 > normal_cap;
+            let reason = match (preferred == home, over_normal) {
+                (true, false) => Reason::Home,
+                (true, true) => Reason::HomeLong,
+                (false, false) => Reason::Sticky,
+                (false, true) => Reason::StickyLong,
+            };
+            return Choice { slot: preferred, reason, cached };
+        }
+
+        // Nothing is cached anywhere else, so every other endpoint has the full cost.
+        let bound = Bound::new(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.epsilon);
+        let slot = cx.ring_order().filter(|&slot| slot != preferred).find(|&slot| bound.test(cx, slot, trace));
+        match slot {
+            Some(slot) => super::plain(slot, Reason::Overflow),
+            None => {
+                let choice = least_loaded(cx, unit, trace);
+                Choice { cached: if choice.slot == preferred { cached } else { 0 }, ..choice }
+            }
+        }
+    }
+}
+
+impl LlmAware {
+    fn cost(&self, new_tokens: u64, max_tokens: u64) -> u64 {
+        if self.token_load { new_tokens.saturating_add(max_tokens) } else { 1 }
+    }
+
+    /// Returns the cap of a long cached conversation, or `None` where the normal one holds, and says why.
+    fn long_cap(&self, cx: &Cx<'_>, remembered: bool, cost: u64, unit: Unit, trace: &mut Trace) -> Option<f64> {
+        // Without a memory nothing is known, and home is where the cache most likely is.
+        let cache_likely = remembered || !self.placement_memory;
+        let (step, cap) = if !self.long_stickiness {
+            (Step::LongOff, None)
+        } else if !cache_likely {
+            (Step::LongNotCached, None)
+        } else if cx.prompt_tokens < self.long_threshold_tokens {
+            let threshold = self.long_threshold_tokens;
+            (Step::LongTooShort { prompt_tokens: cx.prompt_tokens, threshold }, None)
+        } else {
+            let cap = Bound::new(cx, unit, cost, self.long_epsilon).cap(1.0);
+            (Step::LongApplies { long_epsilon: self.long_epsilon.get(), cap }, Some(cap))
+        };
+        trace.steps.push(step);
+        cap
+    }
+}

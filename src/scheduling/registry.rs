@@ -1,0 +1,49 @@
+//! Every policy by name, with its parameters: one line here and one file in `policy/` make a new one.
+
+use serde::{Deserialize, Serialize};
+
+use super::Policy;
+use super::policy::{
+    bounded, consistent, least_loaded, llm_aware, mod_n, random, rendezvous, round_robin,
+};
+
+/// Makes the table of policies: configuration key, field and type of its parameters, which are the policy itself.
+macro_rules! policies {
+    ($($name:literal $field:ident: $policy:ty, $summary:literal;)*) => {
+        /// The parameters of every policy; a default stands in the policy's own file.
+        #[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct Policies {
+            $(
+                #[doc = $summary]
+                #[serde(rename = $name)]
+                pub $field: $policy,
+            )*
+        }
+
+        /// The name and the summary of every policy, in the order of the documentation.
+        pub const POLICIES: &[(&str, &str)] = &[$(($name, $summary)),*];
+
+        impl Policies {
+            /// Returns the policy of that name, and the name as the registry holds it.
+            #[must_use]
+            pub fn get(&self, name: &str) -> Option<(&'static str, Box<dyn Policy>)> {
+                match name {
+                    $($name => Some(($name, Box::new(self.$field.clone()))),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+policies! {
+    "random" random: random::Random, "an endpoint by chance; the baseline of baselines";
+    "round-robin" round_robin: round_robin::RoundRobin, "each endpoint in turn; spreads requests, forgets conversations";
+    "mod-n" mod_n: mod_n::ModN, "the conversation's hash modulo the number of endpoints; a change of membership moves nearly everything";
+    "least-loaded" least_loaded: least_loaded::LeastLoaded, "the endpoint with the least work for its weight";
+    "consistent" consistent: consistent::Consistent, "the conversation's home on a hash ring; a change of membership moves only the changed endpoint's share";
+    "rendezvous" rendezvous: rendezvous::Rendezvous, "highest-random-weight hash: exact weights, and the lightest of the best `choices`";
+    "bounded" bounded: bounded::Bounded, "consistent hashing with bounded loads: home, unless it carries more than (1 + epsilon) times the average";
+    "llm-aware" llm_aware: llm_aware::LlmAware, "bounded loads in tokens of actual work, with placement memory and patience for long cached conversations";
+}

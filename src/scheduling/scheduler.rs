@@ -1,0 +1,310 @@
+//! The one place where a request is decided and booked: a pick and its booking are one step under one lock.
+
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::{Candidates, Choice, Cx, Decision, Policy, Reason, Refusal, Step, Trace, Unit};
+use crate::pool::estimate::TokenEstimator;
+use crate::pool::{
+    Conversation, InferenceRequest, KeySource, Load, LoadLedger, Outcome, Placement, PoolSnapshot, PromptSize,
+    Release, Ticket, Work,
+};
+
+/// Pools up to this size have every candidate's load in every trace; in larger ones it would cost more than the pick.
+const LOADS_SHOWN: usize = 32;
+
+/// What the scheduler is built with.
+#[derive(Debug)]
+pub struct Settings {
+    /// Name of the policy.
+    pub policy_name: &'static str,
+    /// The policy.
+    pub policy: Box<dyn Policy>,
+    /// When requests are turned away.
+    pub admission: Admission,
+    /// When a prompt's tokens leave the ledger.
+    pub release: Release,
+    /// Tokens that a request is taken to generate when it sets no limit.
+    pub default_max_tokens: u64,
+    /// Endpoints that a decision names, the fallbacks included.
+    pub destinations: NonZeroUsize,
+    /// Conversations remembered.
+    pub memory_entries: NonZeroUsize,
+}
+
+/// When requests are turned away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    /// Never.
+    Open,
+    /// When no candidate has room.
+    Limited {
+        /// Requests in flight on an endpoint for each unit of its weight.
+        requests: u64,
+        /// What a refused client is told to wait.
+        retry_after: Duration,
+    },
+}
+
+/// How much a trace holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Detail {
+    /// Steps, and loads of small pools.
+    Normal,
+    /// Everything.
+    Full,
+}
+
+/// Decides requests over one pool and keeps its load, its memory and its estimates.
+#[derive(Debug)]
+pub struct Scheduler {
+    settings: Settings,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    pool: Arc<PoolSnapshot>,
+    ledger: LoadLedger,
+    placement: Placement,
+    estimator: TokenEstimator,
+    sequence: u64,
+}
+
+/// A request's claim on its endpoint. However it goes away, the load goes back.
+#[derive(Debug)]
+#[must_use = "dropping a booking releases it"]
+pub struct Booking {
+    scheduler: Arc<Scheduler>,
+    ticket: Option<Ticket>,
+    subject: Subject,
+}
+
+/// What is learned about when the request ends.
+#[derive(Debug)]
+struct Subject {
+    conversation: Option<u64>,
+    endpoint: crate::pool::EndpointId,
+    model: Option<String>,
+    prompt: PromptSize,
+    prompt_tokens: u64,
+}
+
+impl Scheduler {
+    /// Starts with `pool`, no load and an empty memory.
+    #[must_use]
+    pub fn new(settings: Settings, pool: Arc<PoolSnapshot>) -> Self {
+        let mut ledger = LoadLedger::default();
+        ledger.adopt(&pool);
+        let placement = Placement::new(settings.memory_entries);
+        let state = State { pool, ledger, placement, estimator: TokenEstimator::default(), sequence: 0 };
+        Self { settings, state: Mutex::new(state) }
+    }
+
+    /// Follows a change of membership; load in flight and memory stay.
+    pub fn adopt(&self, pool: Arc<PoolSnapshot>) {
+        let mut state = self.lock();
+        state.ledger.adopt(&pool);
+        state.pool = pool;
+    }
+
+    /// Returns the current endpoints.
+    #[must_use]
+    pub fn pool(&self) -> Arc<PoolSnapshot> {
+        Arc::clone(&self.lock().pool)
+    }
+
+    /// Returns the current endpoints with the load of each, in slot order.
+    #[must_use]
+    pub fn loads(&self) -> (Arc<PoolSnapshot>, Vec<Load>) {
+        let state = self.lock();
+        let slots = 0..u32::try_from(state.pool.endpoints().len()).unwrap_or(u32::MAX);
+        (Arc::clone(&state.pool), slots.map(|slot| state.ledger.load(slot)).collect())
+    }
+
+    /// Counts the conversations that are remembered.
+    #[must_use]
+    pub fn remembered(&self) -> usize {
+        self.lock().placement.len()
+    }
+
+    /// Chooses an endpoint for `request` and books the work on it. `seed` is the only chance in it.
+    ///
+    /// # Errors
+    /// No endpoint may be chosen: see [`Refusal`].
+    pub fn schedule(
+        self: &Arc<Self>,
+        request: &InferenceRequest,
+        seed: u64,
+        detail: Detail,
+    ) -> Result<(Decision, Booking), Refusal> {
+        let mut state = self.lock();
+        let state = &mut *state;
+        let conversation = request.conversation.as_ref().map(|conversation| state.key_of(conversation));
+        let candidates = self.candidates(state, request)?;
+        let estimate = state.estimator.estimate(request.model.as_deref(), &request.prompt);
+        let max_tokens = request.max_tokens.unwrap_or(self.settings.default_max_tokens);
+        let placed = conversation
+            .and_then(|key| state.placement.find(key))
+            .and_then(|placed| Some((state.pool.slot_of(placed.endpoint)?, placed)))
+            .filter(|(slot, _)| candidates.contains(*slot));
+        state.sequence += 1;
+        let cx = Cx {
+            pool: &state.pool,
+            candidates: &candidates,
+            ledger: &state.ledger,
+            key: conversation.unwrap_or(seed),
+            prompt_tokens: estimate.tokens,
+            max_tokens,
+            placed,
+            sequence: state.sequence - 1,
+            seed,
+            detail,
+        };
+        let mut trace = Trace {
+            conversation: request.conversation.as_ref().map(|c| (c.id.clone(), c.source.clone())),
+            model: request.model.clone(),
+            prompt_tokens: estimate.tokens,
+            estimate: Some((estimate.tokens_per_byte, estimate.answers)),
+            max_tokens,
+            ..Trace::default()
+        };
+        let choice = choose(&*self.settings.policy, &cx, conversation.is_some(), &mut trace);
+        let targets = targets(&cx, choice.slot, self.settings.destinations);
+        let prefill = estimate.tokens.saturating_sub(choice.cached).max(1);
+        let ticket = state.ledger.book(choice.slot, Work { prefill, decode: max_tokens });
+        let endpoint = state.pool.ids()[choice.slot as usize];
+        let decision = Decision {
+            policy: self.settings.policy_name,
+            reason: choice.reason,
+            targets,
+            cached: choice.cached,
+            pool: Arc::clone(&state.pool),
+            trace,
+        };
+        let subject = Subject {
+            conversation,
+            endpoint,
+            model: request.model.clone(),
+            prompt: request.prompt,
+            prompt_tokens: estimate.tokens,
+        };
+        Ok((decision, Booking { scheduler: Arc::clone(self), ticket: Some(ticket), subject }))
+    }
+
+    /// Returns the endpoints that the subset hint and the limits allow.
+    fn candidates(&self, state: &State, request: &InferenceRequest) -> Result<Candidates, Refusal> {
+        let all = u32::try_from(state.pool.endpoints().len()).unwrap_or(u32::MAX);
+        if let Some(subset) = &request.subset
+            && subset.is_empty()
+        {
+            return Err(Refusal::SubsetEmpty);
+        }
+        if all == 0 {
+            return Err(Refusal::PoolEmpty);
+        }
+        let candidates = match &request.subset {
+            None => Candidates::All(all),
+            Some(subset) => {
+                let mut slots: Vec<u32> =
+                    subset.iter().filter_map(|&address| state.pool.slot_at(address)).collect();
+                slots.sort_unstable();
+                slots.dedup();
+                if slots.is_empty() {
+                    return Err(Refusal::SubsetUnmatched(subset.len()));
+                }
+                Candidates::Some(slots)
+            }
+        };
+        let Admission::Limited { requests: limit, retry_after } = self.settings.admission else {
+            return Ok(candidates);
+        };
+        #[expect(clippy::cast_precision_loss, reason = "requests in flight stay far below 2^52")]
+        let has_room = |slot: u32| {
+            (state.ledger.load(slot).requests as f64) < limit as f64 * state.pool.endpoint(slot).weight
+        };
+        let open: Vec<u32> = candidates.iter().filter(|&slot| has_room(slot)).collect();
+        if open.is_empty() {
+            return Err(Refusal::Saturated { limit, retry_after });
+        }
+        Ok(if open.len() == candidates.len() { candidates } else { Candidates::Some(open) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic in a policy must not stop the picker; state is only changed after a policy has returned.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn key_of(&mut self, conversation: &Conversation) -> u64 {
+        match conversation.source {
+            KeySource::PreviousResponse => {
+                self.placement.conversation_of(&conversation.id).unwrap_or(conversation.key)
+            }
+            KeySource::Header(_) | KeySource::Field(_) | KeySource::Opening => conversation.key,
+        }
+    }
+}
+
+/// Runs `policy`, filling in the parts of the trace that every policy shares.
+pub(super) fn choose(policy: &dyn Policy, cx: &Cx<'_>, has_conversation: bool, trace: &mut Trace) -> Choice {
+    trace.endpoints = cx.pool.endpoints().len();
+    trace.candidates = cx.candidates.len();
+    if cx.detail == Detail::Full || trace.candidates <= LOADS_SHOWN {
+        trace.loads = cx.candidates.iter().map(|slot| (slot, cx.ledger.load(slot))).collect();
+    }
+    if has_conversation || !policy.needs_conversation() {
+        return policy.choose(cx, trace);
+    }
+    let slot = cx.least_loaded(Unit::Tokens, |slot| cx.chance(slot));
+    trace.steps.push(Step::Least { endpoint: slot, load: cx.load(slot, Unit::Tokens), unit: Unit::Tokens });
+    Choice { slot, reason: Reason::NoConversation, cached: 0 }
+}
+
+/// Returns the chosen endpoint and then, clockwise on the ring, those to try after it: a conversation fails over to
+/// the same endpoint every time.
+fn targets(cx: &Cx<'_>, chosen: u32, destinations: NonZeroUsize) -> Vec<u32> {
+    let mut targets = vec![chosen];
+    if destinations.get() > 1 {
+        targets.extend(cx.ring_order().filter(|&slot| slot != chosen).take(destinations.get() - 1));
+    }
+    targets
+}
+
+impl Booking {
+    /// Tells that the first token of the answer has passed: the prompt is computed.
+    pub fn first_token(&mut self) {
+        if self.scheduler.settings.release == Release::FirstToken
+            && let Some(ticket) = &mut self.ticket
+        {
+            self.scheduler.lock().ledger.prefilled(ticket);
+        }
+    }
+
+    /// Releases the load and learns from the outcome.
+    pub fn finish(mut self, outcome: &Outcome) {
+        let mut state = self.scheduler.lock();
+        let subject = &self.subject;
+        if let Some(conversation) = subject.conversation {
+            state.placement.learn(conversation, subject.endpoint, subject.prompt_tokens, outcome);
+        }
+        if outcome.succeeded()
+            && let Some(counted) = outcome.usage.prompt_tokens
+        {
+            state.estimator.learn(subject.model.as_deref(), &subject.prompt, counted);
+        }
+        if let Some(ticket) = self.ticket.take() {
+            state.ledger.release(ticket);
+        }
+    }
+}
+
+impl Drop for Booking {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket.take() {
+            self.scheduler.lock().ledger.release(ticket);
+        }
+    }
+}
