@@ -2,3 +2,12 @@
 pub mod index;
 pub mod pool;
 pub mod scheduling;
+pub mod telemetry;
+pub mod ext_proc;
+pub mod admin;
+pub mod app;
+pub mod cli;
+pub mod config;
+pub mod discovery;
+pub mod tls;
+pub mod yaml;

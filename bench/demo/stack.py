@@ -1,4 +1,5 @@
 """The running stack: three engines, the picker, Envoy; started together, and ended whatever happens."""
+
 from __future__ import annotations
 
 import contextlib
@@ -17,8 +18,8 @@ from parts import HERE, Failure, uninterrupted
 
 REPLICAS = 3
 # Room for the chats that live on one replica, and not for a copy of every chat on each: about 6
-# of the 18 chats in slots or in the store (2 KiB a token).
-SLOTS, CONTEXT, CACHE_RAM_MIB = 4, 16384, 12
+# of the 15 chats in slots or in the store (1 KiB a token).
+SLOTS, CONTEXT, CACHE_RAM_MIB = 4, 16384, 6
 START_SECONDS = 30.0
 END_SECONDS = 2.0
 
@@ -59,12 +60,15 @@ class Child:
 
     def __init__(self, name, command, log, ready, env=None):
         self.name, self.log, self.ready = name, log, ready
-        with open(log, "wb") as output:
-            self.process = subprocess.Popen(
-                [str(c) for c in command],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, env=env,
-            )  # fmt: skip
+        command = [str(c) for c in command]
+        try:
+            with open(log, "wb") as output:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True, env=env,
+                )  # fmt: skip
+        except OSError as problem:
+            raise Failure(f"could not start {name}: {problem}") from None
 
     def check(self):
         if self.process.poll() is not None:
@@ -108,10 +112,14 @@ class Stack:
             command = [interpreter, HERE / "engine.py", self.parts["MODEL"], port, SLOTS, CONTEXT, CACHE_RAM_MIB]
             self.add(name, command, (port, "/health"), environment)
 
-        endpoints = self.write("endpoints.yaml", "endpoints:\n" + "".join(
-            f"- {{ name: {name}, address: 127.0.0.1, port: {port}, engine: llama.cpp }}\n"
-            for name, port in self.engines.items()
-        ))
+        endpoints = self.write(
+            "endpoints.yaml",
+            "endpoints:\n"
+            + "".join(
+                f"- {{ name: {name}, address: 127.0.0.1, port: {port}, engine: llama.cpp }}\n"
+                for name, port in self.engines.items()
+            ),
+        )
         values = dict(
             policy=self.policy, endpoints=endpoints, picker_port=grpc, health_port=health,
             metrics_port=self.metrics_port, http_port=self.http_port, admin_port=admin,

@@ -120,6 +120,11 @@ impl LoadLedger {
         self.retire_if_idle(ticket.counter);
     }
 
+    /// Sets the load of an idle endpoint to what a recorded decision saw. Nothing can release it.
+    pub fn preset(&mut self, slot: u32, load: Load) {
+        self.add(self.by_slot[slot as usize], load);
+    }
+
     fn counter_of(&mut self, id: EndpointId) -> u32 {
         if let Some(&counter) = self.by_id.get(&id) {
             return counter;

@@ -1,5 +1,7 @@
 //! What became of a request.
 
+use std::net::SocketAddr;
+
 /// How a request ended, and what its engine said about it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outcome {
@@ -7,6 +9,8 @@ pub struct Outcome {
     pub ending: Ending,
     /// HTTP status of the answer; `None` when no answer came.
     pub status: Option<u16>,
+    /// The endpoint that Envoy says it used, which can be a fallback.
+    pub served: Option<SocketAddr>,
     /// What the engine counted.
     pub usage: Usage,
 }
@@ -37,9 +41,18 @@ pub struct Usage {
 }
 
 impl Outcome {
-    /// Tells whether an engine served the request: a 2xx whose answer was not cut off.
+    /// Tells whether an engine served the request: a 2xx whose answer was not cut off, or, behind a gateway that
+    /// shows no answers, the absence of any sign of failure.
     #[must_use]
     pub fn succeeded(&self) -> bool {
-        self.status.is_some_and(|status| (200..300).contains(&status)) && self.ending != Ending::Aborted
+        match self.ending {
+            Ending::Complete => self.status.is_some_and(is_success),
+            Ending::Unobserved => self.status.is_none_or(is_success),
+            Ending::Aborted => false,
+        }
     }
+}
+
+fn is_success(status: u16) -> bool {
+    (200..300).contains(&status)
 }

@@ -129,6 +129,7 @@ mod tests {
         Outcome {
             ending: Ending::Complete,
             status: Some(200),
+            served: None,
             usage: Usage { prompt_tokens: Some(prompt), completion_tokens: Some(20), cached_tokens: Some(cached), response_id: None },
         }
     }
@@ -156,10 +157,10 @@ mod tests {
     fn only_success_teaches() {
         let mut memory = memory();
         for (status, ending) in [(Some(500), Ending::Complete), (Some(200), Ending::Aborted), (None, Ending::Aborted)] {
-            memory.learn(1, id(1), 90, &Outcome { ending, status, usage: Usage::default() });
+            memory.learn(1, id(1), 90, &Outcome { ending, status, ..Outcome::default() });
             assert_eq!(memory.find(1), None);
         }
-        memory.learn(1, id(1), 90, &Outcome { ending: Ending::Unobserved, status: Some(200), usage: Usage::default() });
+        memory.learn(1, id(1), 90, &Outcome { ending: Ending::Unobserved, ..Outcome::default() });
         assert_eq!(memory.find(1).unwrap().cached(), 90);
     }
 

@@ -18,6 +18,7 @@ pub struct PoolSnapshot {
     slots: HashMap<EndpointId, u32>,
     addresses: HashMap<SocketAddr, u32>,
     weight: f64,
+    points: u32,
 }
 
 /// Why a list of endpoints is not a pool.
@@ -58,6 +59,7 @@ impl PoolSnapshot {
         let ids: Vec<EndpointId> = endpoints.iter().map(Endpoint::id).collect();
         Ok(Self {
             version,
+            points,
             ring,
             rendezvous,
             slots: ids.iter().copied().zip(0..).collect(),
@@ -117,6 +119,12 @@ impl PoolSnapshot {
     #[must_use]
     pub fn rendezvous(&self) -> &Rendezvous {
         &self.rendezvous
+    }
+
+    /// Returns the virtual nodes for each unit of weight.
+    #[must_use]
+    pub fn ring_points(&self) -> u32 {
+        self.points
     }
 
     /// Returns the sum of all weights.

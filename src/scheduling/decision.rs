@@ -74,6 +74,14 @@ pub struct Trace {
     pub endpoints: usize,
     /// Those that could be chosen.
     pub candidates: usize,
+    /// The conversation's place on the ring.
+    pub key: u64,
+    /// Decisions before this one.
+    pub sequence: u64,
+    /// The value drawn for it.
+    pub seed: u64,
+    /// Where the conversation was last served, and the tokens believed to be cached there.
+    pub placed: Option<(u32, u64)>,
     /// Load of each candidate before this request, in slot order; empty in a large pool unless asked for.
     pub loads: Vec<(u32, Load)>,
     /// What the policy did.

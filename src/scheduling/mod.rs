@@ -3,12 +3,14 @@
 pub mod decision;
 pub mod policy;
 pub mod registry;
+pub mod scenario;
 pub mod scheduler;
 
 use crate::pool::{LoadLedger, Placed, PoolSnapshot};
 
 pub use decision::{Decision, Reason, Refusal, Step, Trace, Unit};
-pub use registry::Policies;
+pub use registry::{POLICIES, Policies};
+pub use scenario::Scenario;
 pub use scheduler::{Admission, Booking, Detail, Scheduler, Settings};
 
 /// All that a policy may look at. Equal input gives an equal choice: in production, the lab, a fuzzer and a test.

@@ -250,6 +250,10 @@ impl State {
 
 /// Runs `policy`, filling in the parts of the trace that every policy shares.
 pub(super) fn choose(policy: &dyn Policy, cx: &Cx<'_>, has_conversation: bool, trace: &mut Trace) -> Choice {
+    trace.key = cx.key;
+    trace.sequence = cx.sequence;
+    trace.seed = cx.seed;
+    trace.placed = cx.placed.map(|(slot, placed)| (slot, placed.cached()));
     trace.endpoints = cx.pool.endpoints().len();
     trace.candidates = cx.candidates.len();
     if cx.detail == Detail::Full || trace.candidates <= LOADS_SHOWN {
@@ -265,7 +269,7 @@ pub(super) fn choose(policy: &dyn Policy, cx: &Cx<'_>, has_conversation: bool, t
 
 /// Returns the chosen endpoint and then, clockwise on the ring, those to try after it: a conversation fails over to
 /// the same endpoint every time.
-fn targets(cx: &Cx<'_>, chosen: u32, destinations: NonZeroUsize) -> Vec<u32> {
+pub(super) fn targets(cx: &Cx<'_>, chosen: u32, destinations: NonZeroUsize) -> Vec<u32> {
     let mut targets = vec![chosen];
     if destinations.get() > 1 {
         targets.extend(cx.ring_order().filter(|&slot| slot != chosen).take(destinations.get() - 1));
@@ -288,7 +292,9 @@ impl Booking {
         let mut state = self.scheduler.lock();
         let subject = &self.subject;
         if let Some(conversation) = subject.conversation {
-            state.placement.learn(conversation, subject.endpoint, subject.prompt_tokens, outcome);
+            let served = outcome.served.and_then(|address| state.pool.slot_at(address));
+            let endpoint = served.map_or(subject.endpoint, |slot| state.pool.ids()[slot as usize]);
+            state.placement.learn(conversation, endpoint, subject.prompt_tokens, outcome);
         }
         if outcome.succeeded()
             && let Some(counted) = outcome.usage.prompt_tokens

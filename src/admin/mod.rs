@@ -1,0 +1,4 @@
+//! What operators talk to: health, metrics, and the stream of decisions.
+
+pub mod decisions;
+pub mod http;

@@ -1,0 +1,210 @@
+//! `llm-ring explain`: makes a decision again, offline, and shows each number and step.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use clap::Args;
+use serde::Deserialize as _;
+
+use super::Output;
+use crate::config::{self, Config};
+use crate::ext_proc::request::{End, RequestReader};
+use crate::pool::estimate::TokenEstimator;
+use crate::pool::{Conversation, Endpoint, Engine, KeySource, Load, PromptSize};
+use crate::scheduling::Scenario;
+use crate::telemetry::{explain, pb};
+use crate::{app, discovery, yaml};
+
+/// The policy and the parameters that the worked example compares with.
+const EXAMPLE_BOUNDED: &str = "policies: { bounded: { load: tokens } }";
+
+#[derive(Debug, Args)]
+pub(super) struct Explain {
+    /// A request file: a line of the decision log, its `decision` object, or the same by hand (YAML or JSON)
+    #[arg(value_name = "FILE", required_unless_present_any = ["example", "body"], conflicts_with_all = ["example", "body"])]
+    file: Option<PathBuf>,
+    /// Work through the example of the documentation: a long conversation whose endpoint is busy
+    #[arg(long, conflicts_with = "body")]
+    example: bool,
+    /// A request body as a client sends it, decided over the idle endpoints of --endpoints
+    #[arg(long, value_name = "FILE", requires = "endpoints")]
+    body: Option<PathBuf>,
+    /// The path that the body was sent to
+    #[arg(long, value_name = "PATH", default_value = "/v1/chat/completions")]
+    path: String,
+    /// Endpoints file, for --body
+    #[arg(long, short, value_name = "FILE")]
+    endpoints: Option<PathBuf>,
+    /// Configuration with the policies' parameters
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Decide under this policy (again and again for several) instead of the recorded one
+    #[arg(long, short, value_name = "NAME")]
+    policy: Vec<String>,
+    /// How to print
+    #[arg(long, short, value_enum, default_value_t = Output::Text)]
+    output: Output,
+}
+
+#[derive(serde::Serialize)]
+struct Decisions {
+    decisions: Vec<pb::Record>,
+}
+
+impl Explain {
+    pub(super) fn run(self) -> anyhow::Result<()> {
+        let config = config::load(self.config.as_deref(), &Vec::new())?.config;
+        let (scenario, given) = if self.example {
+            (Scenario::example(), pb::Record::default())
+        } else if let (Some(body), Some(endpoints)) = (&self.body, &self.endpoints) {
+            (body_scenario(body, &self.path, endpoints, &config)?, pb::Record::default())
+        } else {
+            let file = self.file.context("a request file is needed")?;
+            let record = read_record(&file)?;
+            (scenario(&record).with_context(|| file.display().to_string())?, record)
+        };
+        let mut decisions = Vec::new();
+        if self.example && self.policy.is_empty() {
+            decisions.push(decide(&scenario, "llm-aware", &config)?);
+            let tokens: Config = yaml::parse(EXAMPLE_BOUNDED).map_err(anyhow::Error::msg)?;
+            decisions.push(decide(&scenario, "bounded", &tokens)?);
+        } else if self.policy.is_empty() {
+            let policy = if given.policy.is_empty() { config.policy.as_str() } else { &given.policy };
+            decisions.push(decide(&scenario, policy, &config)?);
+        } else {
+            for policy in &self.policy {
+                decisions.push(decide(&scenario, policy, &config)?);
+            }
+        }
+        // What was recorded of the request, beside what is decided anew.
+        for decision in &mut decisions {
+            decision.time.clone_from(&given.time);
+            decision.request_id.clone_from(&given.request_id);
+            decision.trace_id.clone_from(&given.trace_id);
+            decision.model.clone_from(&given.model);
+        }
+        match self.output {
+            Output::Json => println!("{}", serde_json::to_string_pretty(&Decisions { decisions })?),
+            Output::Text => print_text(&decisions, &given, self.example),
+        }
+        Ok(())
+    }
+}
+
+fn print_text(decisions: &[pb::Record], given: &pb::Record, example: bool) {
+    if example {
+        println!(
+            "Three replicas. A conversation of 860 tokens comes back for up to 48 more; llm-0 served it last\n\
+             and has 820 of its tokens cached, but llm-0 is also the busiest. Move, or stay?\n"
+        );
+    }
+    for (i, decision) in decisions.iter().enumerate() {
+        if example && i == 1 {
+            println!("The same under plain bounded loads, counted in tokens, which know nothing of the cache:\n");
+        }
+        println!("{}", explain::render(decision));
+    }
+    if let Some(outcome) = &given.outcome {
+        println!("recorded: {} → {}, {}", given.reason, given.target, explain::render_outcome(outcome));
+    }
+}
+
+fn decide(scenario: &Scenario, policy: &str, config: &Config) -> anyhow::Result<pb::Record> {
+    let (name, policy) = config.policies.get(policy).with_context(|| {
+        let known = || crate::scheduling::POLICIES.iter().map(|&(name, _)| name);
+        format!(
+            "there is no policy `{policy}`{} (known: {})",
+            yaml::did_you_mean(policy, known()),
+            known().collect::<Vec<_>>().join(", ")
+        )
+    })?;
+    Ok(explain::record(&scenario.decide(name, &*policy)?))
+}
+
+/// Reads a record, bare or in its log line, JSON or YAML.
+fn read_record(file: &Path) -> anyhow::Result<pb::Record> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("{}: cannot be read", file.display()))?;
+    let value: serde_yaml::Value =
+        serde_yaml::from_str(&text).with_context(|| format!("{}: neither JSON nor YAML", file.display()))?;
+    let inner = value.get("decision").cloned();
+    match inner {
+        Some(inner) => pb::Record::deserialize(inner)
+            .with_context(|| format!("{}: its `decision` is no decision", file.display())),
+        None => yaml::parse(&text).map_err(|error| anyhow::anyhow!("{}:{error}", file.display())),
+    }
+}
+
+fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
+    anyhow::ensure!(record.refusal.is_empty(), "the request was refused ({}); nothing was chosen", record.refusal);
+    anyhow::ensure!(
+        !record.loads.is_empty(),
+        "it has no `loads`, so there is nothing to choose from; records of large pools have them with log.full_detail"
+    );
+    let endpoints = (1u16..)
+        .zip(&record.loads)
+        .map(|(i, load)| {
+            let address = if load.address.is_empty() {
+                SocketAddr::from(([127, 0, 0, 1], i))
+            } else {
+                load.address.parse().with_context(|| format!("`{}` is no ip:port", load.address))?
+            };
+            let endpoint = Endpoint {
+                name: load.name.clone(),
+                address,
+                weight: if load.weight > 0.0 { load.weight } else { 1.0 },
+                labels: BTreeMap::new(),
+                engine: Engine::Unknown,
+            };
+            Ok((endpoint, Load { requests: load.requests.max(u64::from(load.tokens > 0)), tokens: load.tokens }))
+        })
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let conversation = record.conversation.as_ref().map(|conversation| {
+        let named = Conversation::named(conversation.id.clone(), KeySource::Header(conversation.source.clone()));
+        if conversation.key == 0 { named } else { Conversation { key: conversation.key, ..named } }
+    });
+    Ok(Scenario {
+        endpoints,
+        ring_points: if record.ring_points > 0 {
+            record.ring_points
+        } else {
+            Config::default().ring.points.into()
+        },
+        conversation,
+        prompt_tokens: record.prompt_tokens,
+        max_tokens: record.max_tokens,
+        placed: record.placement.as_ref().map(|placed| (placed.endpoint.clone(), placed.cached_tokens)),
+        sequence: record.sequence,
+        seed: record.seed,
+        destinations: NonZeroUsize::new(record.destinations.len()).unwrap_or(NonZeroUsize::MIN),
+    })
+}
+
+/// Reads a body as the picker does and sets it before idle endpoints.
+fn body_scenario(body: &Path, path: &str, endpoints: &Path, config: &Config) -> anyhow::Result<Scenario> {
+    let bytes = std::fs::read(body).with_context(|| format!("{}: cannot be read", body.display()))?;
+    let points = u32::from(config.ring.points);
+    let pool = discovery::file::read(endpoints, 0, points).map_err(anyhow::Error::msg)?;
+    let mut reader = RequestReader::new(path.as_bytes(), None, None, &app::exchange(config).read);
+    reader.push(&bytes);
+    let reading = reader.reading(End::Whole);
+    let prompt = PromptSize {
+        text_bytes: reading.text_bytes,
+        messages: reading.messages,
+        token_ids: reading.token_ids,
+        media: reading.media,
+    };
+    Ok(Scenario {
+        endpoints: pool.endpoints().iter().map(|endpoint| (endpoint.clone(), Load::default())).collect(),
+        ring_points: points,
+        conversation: crate::ext_proc::exchange::body_conversation(&reading),
+        prompt_tokens: TokenEstimator::default().estimate(reading.model.as_deref(), &prompt).tokens,
+        max_tokens: reading.max_tokens.unwrap_or(config.load.default_max_tokens),
+        placed: None,
+        sequence: 0,
+        seed: 0,
+        destinations: config.answers.destinations,
+    })
+}

@@ -1,0 +1,391 @@
+//! Everything that can be configured: one YAML file, a few flags, and each default once, here or in a policy's file.
+
+mod source;
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ext_proc::reply::ErrorFormat;
+use crate::pool::Release;
+use crate::scheduling::{POLICIES, Policies};
+use crate::telemetry::init::LogFormat;
+use crate::yaml::did_you_mean;
+
+pub use source::{ConfigError, Loaded, Overrides, load};
+
+/// The whole configuration.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Where the picker listens.
+    pub server: Server,
+    /// TLS of the ext_proc port.
+    pub tls: Tls,
+    /// Where endpoints come from.
+    pub endpoints: Endpoints,
+    /// The policy in use, one of `policies`.
+    pub policy: PolicyName,
+    /// The parameters of every policy.
+    pub policies: Policies,
+    /// The hash ring.
+    pub ring: Ring,
+    /// Placement memory.
+    pub memory: Memory,
+    /// How load is booked.
+    pub load: Load,
+    /// When requests are turned away.
+    pub admission: Admission,
+    /// How requests are read.
+    pub requests: Requests,
+    /// What goes back.
+    pub answers: Answers,
+    /// The log.
+    pub log: Log,
+    /// OpenTelemetry traces.
+    pub tracing: Tracing,
+    /// The end.
+    pub drain: Drain,
+}
+
+/// Where the picker listens.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Server {
+    /// Address of all ports.
+    pub address: IpAddr,
+    /// ext_proc and health, for Envoy.
+    pub grpc_port: u16,
+    /// Health and the decision service, plaintext, for the kubelet and `llm-ring watch`.
+    pub health_port: u16,
+    /// `/metrics`, `/livez` and `/readyz` over HTTP.
+    pub metrics_port: u16,
+    /// Threads that serve; 0 is one a core.
+    pub threads: usize,
+    /// HTTP/2 window of one stream, in bytes.
+    pub stream_window_bytes: u32,
+    /// HTTP/2 window of one connection of Envoy, in bytes: it carries many streams, so it is far larger.
+    pub connection_window_bytes: u32,
+}
+
+/// TLS of the ext_proc port.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tls {
+    /// `self-signed` (gateways do not verify pickers), `files` or `off`.
+    pub mode: TlsMode,
+    /// PEM certificate chain, with `files`; read again when it changes.
+    pub cert: Option<PathBuf>,
+    /// PEM private key, with `files`.
+    pub key: Option<PathBuf>,
+}
+
+/// How the ext_proc port is secured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TlsMode {
+    /// A certificate made at the start.
+    #[default]
+    SelfSigned,
+    /// `cert` and `key`.
+    Files,
+    /// Plaintext.
+    Off,
+}
+
+/// Where endpoints come from.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Endpoints {
+    /// A YAML file with a list `endpoints`.
+    pub file: Option<PathBuf>,
+    /// How often the file is looked at, in milliseconds.
+    pub poll_ms: u64,
+}
+
+/// The name of a policy that exists.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct PolicyName(String);
+
+/// The hash ring.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Ring {
+    /// Virtual nodes for each unit of weight, 1 to 10,000.
+    pub points: Points,
+}
+
+/// Virtual nodes for each unit of weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub struct Points(u32);
+
+/// Placement memory.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Memory {
+    /// Conversations remembered, least recently served forgotten first.
+    pub conversations: NonZeroUsize,
+}
+
+/// How load is booked.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Load {
+    /// When a prompt's tokens are released: at the `first-token`, or with the rest at the `end`.
+    pub release_prompt: ReleaseName,
+    /// Tokens that a request is taken to generate when it sets no limit.
+    pub default_max_tokens: u64,
+}
+
+/// When a prompt's tokens are released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReleaseName {
+    /// At the first token of the answer.
+    FirstToken,
+    /// At the end of the answer.
+    End,
+}
+
+/// When requests are turned away.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Admission {
+    /// Requests in flight on an endpoint for each unit of its weight; 0 is no limit. Beyond: 429.
+    pub max_requests_per_endpoint: u64,
+    /// What a refused client is told to wait, in seconds.
+    pub retry_after_seconds: u64,
+}
+
+/// How requests are read.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Requests {
+    /// Headers that name the conversation, strongest first.
+    pub conversation_headers: Vec<String>,
+    /// Whether the body's `user` names the conversation; in many applications it is one for all users.
+    pub use_user_field: bool,
+    /// Largest request body, in bytes. Beyond: 413.
+    pub max_body_bytes: u64,
+    /// Bytes that a compressed body may expand to while it is read; beyond, it is routed by load.
+    pub max_decoded_bytes: u64,
+    /// From a request's headers to its pick, in milliseconds; then it is made on what has been read.
+    pub decision_deadline_ms: u64,
+    /// Silence in the middle of a body, in milliseconds. Beyond: 408.
+    pub body_idle_timeout_ms: u64,
+    /// Bytes of all bodies that wait for their pick; beyond, picks are made on what has been read.
+    pub body_memory_bytes: u64,
+}
+
+/// What goes back.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Answers {
+    /// Endpoints in the destination, fallbacks included. More than 1 only behind gateways that walk a list (Istio).
+    pub destinations: NonZeroUsize,
+    /// Whether answers carry `x-routed-to`, `x-route-reason`, `x-route-policy` and `x-conversation-id`.
+    pub explain_headers: bool,
+    /// How refusals look: `json` as OpenAI's, or `plain` as the upstream picker's.
+    pub errors: ErrorFormat,
+}
+
+/// The log.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Log {
+    /// `json` or `human`.
+    pub format: LogFormat,
+    /// A level, or a filter such as `info,h2=debug`.
+    pub level: String,
+    /// Whether each request is written with its decision and its outcome.
+    pub decisions: bool,
+    /// Whether traces hold the load of every endpoint in large pools too.
+    pub full_detail: bool,
+}
+
+/// OpenTelemetry traces.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tracing {
+    /// OTLP receiver (gRPC), such as `http://collector:4317`; absent: no traces.
+    pub otlp_endpoint: Option<String>,
+    /// Share of requests traced when the caller has not decided, 0 to 1.
+    pub sample: Share,
+    /// `service.name` of the spans.
+    pub service_name: String,
+}
+
+/// A share, 0 to 1.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize)]
+#[serde(try_from = "f64", into = "f64")]
+pub struct Share(f64);
+
+/// The end.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Drain {
+    /// How long open streams may go on after SIGTERM, in seconds.
+    pub timeout_seconds: u64,
+}
+
+impl Default for Server {
+    fn default() -> Self {
+        Self {
+            address: IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+            grpc_port: 9002,
+            health_port: 9003,
+            metrics_port: 9090,
+            threads: 0,
+            stream_window_bytes: 1 << 20,
+            connection_window_bytes: 64 << 20,
+        }
+    }
+}
+
+impl Default for Endpoints {
+    fn default() -> Self {
+        Self { file: None, poll_ms: 1000 }
+    }
+}
+
+impl Default for PolicyName {
+    fn default() -> Self {
+        Self("llm-aware".to_owned())
+    }
+}
+
+impl Default for Ring {
+    fn default() -> Self {
+        Self { points: Points(100) }
+    }
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self { conversations: NonZeroUsize::new(50_000).expect("not 0") }
+    }
+}
+
+impl Default for Load {
+    fn default() -> Self {
+        Self { release_prompt: ReleaseName::FirstToken, default_max_tokens: 256 }
+    }
+}
+
+impl Default for Admission {
+    fn default() -> Self {
+        Self { max_requests_per_endpoint: 0, retry_after_seconds: 1 }
+    }
+}
+
+impl Default for Requests {
+    fn default() -> Self {
+        let headers =
+            ["x-conversation-id", "x-session-id", "session-id", "x-claude-code-session-id", "x-session-affinity"];
+        Self {
+            conversation_headers: headers.map(str::to_owned).to_vec(),
+            use_user_field: false,
+            max_body_bytes: 32 << 20,
+            max_decoded_bytes: 64 << 20,
+            decision_deadline_ms: 10_000,
+            body_idle_timeout_ms: 60_000,
+            body_memory_bytes: 512 << 20,
+        }
+    }
+}
+
+impl Default for Answers {
+    fn default() -> Self {
+        Self { destinations: NonZeroUsize::MIN, explain_headers: true, errors: ErrorFormat::Json }
+    }
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { format: LogFormat::Json, level: "info".to_owned(), decisions: true, full_detail: false }
+    }
+}
+
+impl Default for Tracing {
+    fn default() -> Self {
+        Self { otlp_endpoint: None, sample: Share(0.1), service_name: "llm-ring".to_owned() }
+    }
+}
+
+impl Default for Drain {
+    fn default() -> Self {
+        Self { timeout_seconds: 60 }
+    }
+}
+
+impl TryFrom<String> for PolicyName {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        let names = || POLICIES.iter().map(|&(name, _)| name);
+        if names().any(|known| known == name) {
+            return Ok(Self(name));
+        }
+        let hint = did_you_mean(&name, names());
+        Err(format!("there is no policy `{name}`{hint} (known: {})", names().collect::<Vec<_>>().join(", ")))
+    }
+}
+
+impl From<PolicyName> for String {
+    fn from(name: PolicyName) -> Self {
+        name.0
+    }
+}
+
+impl PolicyName {
+    /// Returns the name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<u32> for Points {
+    type Error = String;
+
+    fn try_from(points: u32) -> Result<Self, String> {
+        if (1..=10_000).contains(&points) {
+            Ok(Self(points))
+        } else {
+            Err(format!("a ring has 1 to 10000 points an endpoint, not {points} (100 spread keys within about 10 %)"))
+        }
+    }
+}
+
+impl From<Points> for u32 {
+    fn from(points: Points) -> Self {
+        points.0
+    }
+}
+
+impl TryFrom<f64> for Share {
+    type Error = String;
+
+    fn try_from(share: f64) -> Result<Self, String> {
+        if (0.0..=1.0).contains(&share) { Ok(Self(share)) } else { Err(format!("a share is 0 to 1, not {share}")) }
+    }
+}
+
+impl From<Share> for f64 {
+    fn from(share: Share) -> Self {
+        share.0
+    }
+}
+
+impl From<ReleaseName> for Release {
+    fn from(name: ReleaseName) -> Self {
+        match name {
+            ReleaseName::FirstToken => Self::FirstToken,
+            ReleaseName::End => Self::End,
+        }
+    }
+}

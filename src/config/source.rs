@@ -1,0 +1,214 @@
+//! Defaults, then the file, then flags: reads them, says where each value is from, and explains what is wrong.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde_yaml::Value;
+
+use super::{Config, TlsMode};
+use crate::yaml;
+
+/// The configuration, with where it is from.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    /// What is in force.
+    pub config: Config,
+    file: Option<PathBuf>,
+    /// Paths that a file or a flag has set.
+    sources: BTreeMap<String, Source>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    File,
+    Flag(&'static str),
+}
+
+/// Why a configuration is not one.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct ConfigError(String);
+
+/// Values from flags: the path in the document, the flag, the value.
+pub type Overrides = Vec<(&'static str, &'static str, Value)>;
+
+/// Reads the configuration.
+///
+/// # Errors
+/// The file cannot be read, has a key that does not exist or a value that cannot be; the text says where and what to do.
+pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, ConfigError> {
+    let mut sources = BTreeMap::new();
+    let mut config = Config::default();
+    if let Some(path) = file {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError(format!("{}: cannot be read: {error}", path.display())))?;
+        config = yaml::parse(&text).map_err(|error| ConfigError(format!("{}:{error}", path.display())))?;
+        if let Ok(document) = serde_yaml::from_str::<Value>(&text) {
+            leaves("", &document, &mut |at, _| {
+                sources.insert(at.to_owned(), Source::File);
+            });
+        }
+    }
+    let mut document = serde_yaml::to_value(&config).map_err(|error| ConfigError(error.to_string()))?;
+    for (path, flag, value) in overrides {
+        set(&mut document, path, value.clone());
+        sources.insert((*path).to_owned(), Source::Flag(flag));
+        config = serde_yaml::from_value(document.clone())
+            .map_err(|error| ConfigError(format!("--{flag}: {}", yaml::without_location(&error.to_string()))))?;
+    }
+    check(&config)?;
+    Ok(Loaded { config, file: file.map(Path::to_path_buf), sources })
+}
+
+/// Checks what no single value can know.
+fn check(config: &Config) -> Result<(), ConfigError> {
+    if config.tls.mode == TlsMode::Files && (config.tls.cert.is_none() || config.tls.key.is_none()) {
+        return Err(ConfigError("tls.mode is `files`, so tls.cert and tls.key must name PEM files".to_owned()));
+    }
+    let server = &config.server;
+    let ports = [server.grpc_port, server.health_port, server.metrics_port];
+    for (i, port) in ports.iter().enumerate() {
+        if *port != 0 && ports[..i].contains(port) {
+            return Err(ConfigError(format!(
+                "port {port} is given twice: server.grpc_port, server.health_port and server.metrics_port must differ"
+            )));
+        }
+    }
+    for header in &config.requests.conversation_headers {
+        if header.is_empty() || header.chars().any(|c| c.is_ascii_uppercase() || c.is_whitespace() || c == ':') {
+            return Err(ConfigError(format!(
+                "requests.conversation_headers: `{header}` is not a lower-case header name"
+            )));
+        }
+    }
+    Ok(())
+}
+
+impl Loaded {
+    /// Writes the effective whole as YAML, each value with its source.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let file = self.file.as_ref().map_or_else(|| "file".to_owned(), |path| path.display().to_string());
+        let mut out = String::new();
+        if let Ok(document) = serde_yaml::to_value(&self.config) {
+            self.render_into(&mut out, "", &document, 0, &file);
+        }
+        out
+    }
+
+    fn render_into(&self, out: &mut String, at: &str, value: &Value, depth: usize, file: &str) {
+        let Value::Mapping(mapping) = value else { return };
+        for (key, value) in mapping {
+            let key = key.as_str().unwrap_or_default();
+            let path = join(at, key);
+            let indent = "  ".repeat(depth);
+            if let Value::Mapping(inner) = value {
+                let braces = if inner.is_empty() { " {}" } else { "" };
+                let _ = writeln!(out, "{indent}{key}:{braces}");
+                self.render_into(out, &path, value, depth + 1, file);
+                continue;
+            }
+            let text = serde_json::to_string(value).unwrap_or_default();
+            let source = match self.sources.get(&path) {
+                None => "default".to_owned(),
+                Some(Source::File) => file.to_owned(),
+                Some(Source::Flag(flag)) => format!("--{flag}"),
+            };
+            let _ = writeln!(out, "{:<58} # {source}", format!("{indent}{key}: {text}"));
+        }
+    }
+}
+
+fn join(at: &str, key: &str) -> String {
+    if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
+}
+
+fn leaves(at: &str, value: &Value, found: &mut dyn FnMut(&str, &Value)) {
+    match value {
+        Value::Mapping(mapping) => {
+            for (key, value) in mapping {
+                leaves(&join(at, key.as_str().unwrap_or_default()), value, found);
+            }
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Sequence(_) | Value::Tagged(_) => {
+            found(at, value);
+        }
+    }
+}
+
+fn set(document: &mut Value, path: &str, value: Value) {
+    let (head, rest) = path.split_once('.').map_or((path, None), |(head, rest)| (head, Some(rest)));
+    if let Value::Mapping(mapping) = document {
+        match rest {
+            None => {
+                mapping.insert(Value::String(head.to_owned()), value);
+            }
+            Some(rest) => {
+                if let Some(inner) = mapping.get_mut(head) {
+                    set(inner, rest, value);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        yaml::parse(text)
+    }
+
+    #[track_caller]
+    fn error(text: &str) -> String {
+        parse(text).expect_err("this document is wrong")
+    }
+
+    #[test]
+    fn a_wrong_document_says_where_and_what_to_do() {
+        for (text, parts) in [
+            ("policies:\n  bounded:\n    epsilom: 1", &["3:5", "`epsilom`", "`policies.bounded`", "did you mean `epsilon`"][..]),
+            ("polcy: bounded", &["1:1", "`polcy`", "did you mean `polic"]),
+            ("policy: consistant", &["1:9", "no policy `consistant`", "did you mean `consistent`"]),
+            ("policies:\n  bounded:\n    epsilon: -1", &["3:14", "above 0", "-1"]),
+            ("policies:\n  bounded:\n    epsilon: .nan", &["above 0"]),
+            ("policies:\n  llm-aware:\n    epsilon: 2", &["long_epsilon (1)", "cannot be below epsilon (2)"]),
+            ("ring: { points: 0 }", &["1:17", "1 to 10000"]),
+            ("answers:\n  destinations: 0", &["2:17"]),
+            ("server:\n  grpc_port: http", &["2:14", "grpc_port"]),
+            ("policy: bounded\npolicy: random", &["duplicate"]),
+            ("policy: bounded\n---\npolicy: random", &["two YAML documents"]),
+            ("policy: bounded\n\tserver: {}", &["2:1"]),
+            ("tracing: { sample: 1.5 }", &["0 to 1"]),
+        ] {
+            let error = error(text);
+            for part in parts {
+                assert!(error.contains(part), "{text:?} gives {error:?}, which lacks {part:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_empty_document_is_the_defaults() {
+        for text in ["", "\n", "# nothing\n", "{}"] {
+            assert_eq!(parse(text), Ok(Config::default()), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_printed_can_be_read_again_and_names_its_sources() {
+        let loaded = load(None, &vec![("policy", "policy", Value::from("bounded"))]).unwrap();
+        let text = loaded.render();
+        assert_eq!(parse(&text).unwrap(), loaded.config);
+        assert!(text.lines().any(|line| line.starts_with("policy: \"bounded\"") && line.ends_with("# --policy")), "{text}");
+        assert!(text.contains("# default"));
+    }
+
+    #[test]
+    fn a_wrong_flag_is_named() {
+        let error = load(None, &vec![("policy", "policy", Value::from("bound"))]).unwrap_err().to_string();
+        assert!(error.starts_with("--policy:") && error.contains("did you mean `bounded`"), "{error}");
+    }
+}

@@ -1,0 +1,195 @@
+#![allow(clippy::disallowed_methods, reason = "the watch owns its timer")]
+//! Endpoints from a YAML file that is looked at again and again: for running without a cluster.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use crate::pool::{Endpoint, Engine, PoolSnapshot};
+use crate::yaml;
+
+/// The file.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    endpoints: Vec<Entry>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    name: Name,
+    address: IpAddr,
+    port: Port,
+    #[serde(default)]
+    weight: Weight,
+    #[serde(default)]
+    labels: BTreeMap<String, String>,
+    #[serde(default)]
+    engine: EngineName,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "String")]
+struct Name(String);
+
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "u16")]
+struct Port(u16);
+
+#[derive(Debug, Deserialize)]
+#[serde(try_from = "f64")]
+struct Weight(f64);
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(try_from = "String")]
+struct EngineName(Engine);
+
+/// Reads the endpoints in `text`.
+///
+/// # Errors
+/// The text begins with line and column and says what is wrong.
+pub fn parse(text: &str) -> Result<Vec<Endpoint>, String> {
+    let document: Document = yaml::parse(text)?;
+    Ok(document
+        .endpoints
+        .into_iter()
+        .map(|entry| Endpoint {
+            name: entry.name.0,
+            address: SocketAddr::new(entry.address, entry.port.0),
+            weight: entry.weight.0,
+            labels: entry.labels,
+            engine: entry.engine.0,
+        })
+        .collect())
+}
+
+/// Reads the file into a snapshot.
+///
+/// # Errors
+/// The file cannot be read, or is not a list of endpoints that make a pool; the text names the file.
+pub fn read(path: &Path, version: u64, points: u32) -> Result<PoolSnapshot, String> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| format!("{}: cannot be read: {error}", path.display()))?;
+    snapshot(path, &text, version, points)
+}
+
+fn snapshot(path: &Path, text: &str, version: u64, points: u32) -> Result<PoolSnapshot, String> {
+    let endpoints = parse(text).map_err(|error| format!("{}:{error}", path.display()))?;
+    PoolSnapshot::new(version, endpoints, points).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// Looks at the file every `poll` and hands on each new state, or what is wrong with it, once.
+///
+/// It compares contents, not times: a ConfigMap volume changes by a swap of links. Its first look is at once, so
+/// that nothing is missed between the start's reading and this watch.
+pub async fn watch(
+    path: &Path,
+    points: u32,
+    poll: Duration,
+    mut changed: impl FnMut(Result<Arc<PoolSnapshot>, String>),
+) {
+    let (mut seen, mut version) = (None, 0);
+    let mut ticks = tokio::time::interval(poll);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| format!("{}: cannot be read: {error}", path.display()));
+        if seen.as_ref() == Some(&text) {
+            continue;
+        }
+        let result = text.clone().and_then(|text| snapshot(path, &text, version + 1, points));
+        if result.is_ok() {
+            version += 1;
+        }
+        seen = Some(text);
+        changed(result.map(Arc::new));
+    }
+}
+
+impl TryFrom<String> for Name {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        if !name.is_empty() && name.len() <= 253 && name.bytes().all(|b| b.is_ascii_graphic()) {
+            Ok(Self(name))
+        } else {
+            Err(format!("an endpoint's name is 1 to 253 printable characters without blanks, not {name:?}"))
+        }
+    }
+}
+
+impl TryFrom<u16> for Port {
+    type Error = String;
+
+    fn try_from(port: u16) -> Result<Self, String> {
+        if port > 0 { Ok(Self(port)) } else { Err("a port is 1 to 65535, not 0".to_owned()) }
+    }
+}
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self(1.0)
+    }
+}
+
+impl TryFrom<f64> for Weight {
+    type Error = String;
+
+    fn try_from(weight: f64) -> Result<Self, String> {
+        if weight > 0.0 && weight <= 100.0 {
+            Ok(Self(weight))
+        } else {
+            Err(format!("a weight is above 0 and at most 100, not {weight}; to take an endpoint out, remove it"))
+        }
+    }
+}
+
+impl TryFrom<String> for EngineName {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        let known = || Engine::NAMES.iter().map(|&(name, _)| name);
+        Engine::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, engine)| Self(engine)).ok_or_else(|| {
+            let hint = yaml::did_you_mean(&name, known());
+            format!("there is no engine `{name}`{hint} (known: {})", known().collect::<Vec<_>>().join(", "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_endpoints_is_read_with_its_defaults() {
+        let text = "endpoints:\n- {name: b, address: 'fd00::5', port: 8000, weight: 2, engine: vllm}\n- {name: a, address: 10.0.0.1, port: 8000}\n";
+        let endpoints = parse(text).unwrap();
+        assert_eq!(endpoints[0].address.to_string(), "[fd00::5]:8000");
+        assert_eq!((endpoints[0].weight, endpoints[0].engine), (2.0, Engine::Vllm));
+        assert_eq!((endpoints[1].weight, endpoints[1].engine), (1.0, Engine::Unknown));
+    }
+
+    #[test]
+    fn a_wrong_file_says_where_and_what_to_do() {
+        for (text, part) in [
+            ("endpoints:\n- {name: a, adress: 10.0.0.1, port: 1}", "2:12: unknown key `adress` in `endpoints[0]`, did you mean `address`?"),
+            ("endpoints:\n- {name: a, address: llm.local, port: 1}", "invalid IP address"),
+            ("endpoints:\n- {name: a, address: 10.0.0.1, port: 0}", "1 to 65535"),
+            ("endpoints:\n- {name: a, address: 10.0.0.1, port: 1, weight: 0}", "remove it"),
+            ("endpoints:\n- {name: a, address: 10.0.0.1, port: 1, engine: vlm}", "did you mean `vllm`?"),
+            ("endpoints:\n- {name: '', address: 10.0.0.1, port: 1}", "1 to 253"),
+            ("endpoint: []", "did you mean `endpoints`?"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(part), "{text:?} gives {error:?}");
+        }
+        let twice = "endpoints:\n- {name: a, address: 10.0.0.1, port: 1}\n- {name: a, address: 10.0.0.2, port: 1}";
+        assert!(snapshot(Path::new("f"), twice, 0, 1).unwrap_err().contains("two endpoints are named `a`"));
+    }
+}

@@ -1,0 +1,359 @@
+#![allow(clippy::disallowed_methods, reason = "this file owns the clock and the timers of the streams")]
+//! The tonic service: pumps one [`Exchange`] a stream, keeps its deadlines, and does what its effects say.
+//!
+//! A stream is a pull: Envoy's next message is read when the last one's effects are out. That needs no task and no
+//! channel a stream, stops reading when Envoy stops taking, and ends with the stream: dropping it is how tonic says
+//! that the client has gone.
+
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher as _;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use envoy_types::pb::envoy::service::ext_proc::v3 as pb;
+use pb::external_processor_server::{ExternalProcessor, ExternalProcessorServer};
+use tokio::time::Sleep;
+use tokio_stream::Stream;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::exchange::{Close, Effect, Exchange, ExchangeSettings, Hurry, ToSchedule};
+use super::reply::Routing;
+use crate::index::hash;
+use crate::scheduling::{Booking, Decision, Detail, Scheduler};
+use crate::telemetry::metrics::Why;
+use crate::telemetry::observer::{Observation, Observer};
+
+/// What bounds a stream.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// From the request's headers to the pick; then it is made on what has been read.
+    pub decision_deadline: Duration,
+    /// Silence in the middle of a body; then the request is given up.
+    pub body_idle_timeout: Duration,
+    /// Bytes of all bodies that wait for their pick; beyond, picks are made on what has been read.
+    pub body_memory_bytes: u64,
+    /// Largest gRPC message.
+    pub message_bytes: usize,
+}
+
+/// The picker as Envoy sees it.
+#[derive(Debug, Clone)]
+pub struct Picker(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    scheduler: Arc<Scheduler>,
+    observer: Arc<Observer>,
+    exchange: Arc<ExchangeSettings>,
+    limits: Limits,
+    explain_headers: bool,
+    detail: Detail,
+    held: AtomicI64,
+    seeds: Seeds,
+}
+
+/// What a picker is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// Decides.
+    pub scheduler: Arc<Scheduler>,
+    /// Watches.
+    pub observer: Arc<Observer>,
+    /// How requests are read and answered.
+    pub exchange: ExchangeSettings,
+    /// What bounds a stream.
+    pub limits: Limits,
+    /// Whether answers carry `x-routed-to` and the like.
+    pub explain_headers: bool,
+    /// How much a trace holds.
+    pub detail: Detail,
+}
+
+/// A stream of draws that no client can foresee.
+#[derive(Debug)]
+struct Seeds {
+    start: u64,
+    drawn: AtomicU64,
+}
+
+impl Picker {
+    /// Makes the picker.
+    #[must_use]
+    pub fn new(parts: Parts) -> Self {
+        let Parts { scheduler, observer, exchange, limits, explain_headers, detail } = parts;
+        let seeds = Seeds { start: RandomState::new().hash_one(0), drawn: AtomicU64::new(0) };
+        let exchange = Arc::new(exchange);
+        let held = AtomicI64::new(0);
+        Self(Arc::new(Shared { scheduler, observer, exchange, limits, explain_headers, detail, held, seeds }))
+    }
+
+    /// Returns the gRPC service.
+    #[must_use]
+    pub fn into_service(self) -> ExternalProcessorServer<Self> {
+        let limit = self.0.limits.message_bytes;
+        ExternalProcessorServer::new(self).max_decoding_message_size(limit)
+    }
+}
+
+#[tonic::async_trait]
+impl ExternalProcessor for Picker {
+    type ProcessStream = Pump;
+
+    async fn process(
+        &self,
+        request: Request<Streaming<pb::ProcessingRequest>>,
+    ) -> Result<Response<Pump>, Status> {
+        let traceparent = request
+            .metadata()
+            .get("traceparent")
+            .and_then(|value| value.to_str().ok())
+            .map(ToOwned::to_owned);
+        Ok(Response::new(Pump::new(Arc::clone(&self.0), request.into_inner(), traceparent)))
+    }
+}
+
+/// One stream.
+#[derive(Debug)]
+pub struct Pump {
+    shared: Arc<Shared>,
+    inbound: Streaming<pb::ProcessingRequest>,
+    exchange: Exchange,
+    booking: Option<Booking>,
+    observation: Option<Observation>,
+    /// Trace context of the gRPC call; it goes before the client's own.
+    traceparent: Option<String>,
+    request_id: String,
+    started: Instant,
+    heard: Instant,
+    timer: Option<Pin<Box<Sleep>>>,
+    held: u64,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    /// Envoy will send no more.
+    HalfClosed,
+    Closed,
+}
+
+impl Pump {
+    fn new(
+        shared: Arc<Shared>,
+        inbound: Streaming<pb::ProcessingRequest>,
+        traceparent: Option<String>,
+    ) -> Self {
+        shared.observer.metrics.streams.inc();
+        let exchange = Exchange::new(Arc::clone(&shared.exchange));
+        let now = Instant::now();
+        Self {
+            shared,
+            inbound,
+            exchange,
+            booking: None,
+            observation: None,
+            traceparent,
+            request_id: String::new(),
+            started: now,
+            heard: now,
+            timer: None,
+            held: 0,
+            state: State::Open,
+        }
+    }
+
+    /// Does what one effect says; returns what is to be sent.
+    fn perform(&mut self, effect: Effect) -> Option<Result<pb::ProcessingResponse, Status>> {
+        match effect {
+            Effect::Send(message) => return Some(Ok(*message)),
+            Effect::Schedule(to_schedule) => self.schedule(*to_schedule),
+            Effect::Rejected(rejection) => {
+                let observer = Arc::clone(&self.shared.observer);
+                let mut observation = observer.start(self.started, self.traceparent.as_deref());
+                observer.rejected(&mut observation, rejection.as_str(), &rejection.to_string(), &self.request_id);
+            }
+            Effect::FirstToken => {
+                if let Some(booking) = &mut self.booking {
+                    booking.first_token();
+                }
+                if let Some(observation) = &mut self.observation {
+                    self.shared.observer.first_token(observation, Instant::now());
+                }
+            }
+            Effect::Finish(outcome) => self.finish(&outcome),
+            Effect::Close(close) => {
+                self.state = State::Closed;
+                if close == Close::Truncated {
+                    return Some(Err(Status::cancelled("the request's body was cut off")));
+                }
+            }
+        }
+        None
+    }
+
+    fn schedule(&mut self, to_schedule: ToSchedule) {
+        let ToSchedule { request, body, traceparent } = to_schedule;
+        self.request_id.clone_from(&request.id);
+        let shared = Arc::clone(&self.shared);
+        let parent = self.traceparent.take().or(traceparent);
+        let mut observation = shared.observer.start(self.started, parent.as_deref());
+        if !matches!(body, "whole" | "none" | "partial") {
+            shared.observer.metrics.unread_bodies.get_or_create(&Why { reason: body }).inc();
+        }
+        let begun = Instant::now();
+        match shared.scheduler.schedule(&request, shared.seeds.draw(), shared.detail) {
+            Ok((decision, booking)) => {
+                let timing = (begun, begun.elapsed());
+                self.booking = Some(booking);
+                shared.observer.decided(&mut observation, &decision, (&self.request_id, body), timing);
+                self.exchange.scheduled(Routing {
+                    destination: destination(&decision),
+                    traceparent: observation.traceparent(),
+                    explanation: if shared.explain_headers { explanation(&decision) } else { Vec::new() },
+                });
+                self.observation = Some(observation);
+            }
+            Err(refusal) => {
+                let text = refusal.to_string();
+                shared.observer.rejected(&mut observation, refusal.as_str(), &text, &self.request_id);
+                self.exchange.refused(refusal);
+            }
+        }
+    }
+
+    fn finish(&mut self, outcome: &crate::pool::Outcome) {
+        if let Some(booking) = self.booking.take() {
+            booking.finish(outcome);
+        }
+        if let Some(observation) = self.observation.take() {
+            self.shared.observer.ended(observation, outcome, Instant::now());
+        }
+    }
+
+    /// Books the bytes that this stream holds, and hurries when all streams together hold too many.
+    fn account(&mut self) {
+        let holds = self.exchange.held_bytes();
+        if holds == self.held {
+            return;
+        }
+        let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        let change = signed(holds) - signed(self.held);
+        self.held = holds;
+        let all = self.shared.held.fetch_add(change, Ordering::Relaxed) + change;
+        self.shared.observer.metrics.held_body_bytes.set(all);
+        if change > 0 && all > signed(self.shared.limits.body_memory_bytes) {
+            self.hurry(Hurry::Memory);
+        }
+    }
+
+    fn hurry(&mut self, why: Hurry) {
+        let reason = match why {
+            Hurry::Deadline => "deadline",
+            Hurry::Memory => "memory",
+        };
+        self.shared.observer.metrics.early_decisions.get_or_create(&Why { reason }).inc();
+        self.exchange.hurry();
+        self.account();
+    }
+
+    /// Waits for the next time limit; returns whether one has passed.
+    fn poll_limits(&mut self, cx: &mut Context<'_>) -> bool {
+        if !self.exchange.awaits_body() {
+            self.timer = None;
+            return false;
+        }
+        let limits = self.shared.limits;
+        let idle = self.heard + limits.body_idle_timeout;
+        let deadline = self.started + limits.decision_deadline;
+        let next = if self.exchange.can_hurry() { idle.min(deadline) } else { idle };
+        let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(next.into())));
+        if timer.deadline() != next.into() {
+            timer.as_mut().reset(next.into());
+        }
+        if timer.as_mut().poll(cx).is_pending() {
+            return false;
+        }
+        if Instant::now() >= idle {
+            self.exchange.on_stalled_body();
+        } else {
+            self.hurry(Hurry::Deadline);
+        }
+        true
+    }
+}
+
+impl Stream for Pump {
+    type Item = Result<pb::ProcessingResponse, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let pump = &mut *self;
+        loop {
+            while let Some(effect) = pump.exchange.next_effect() {
+                if let Some(message) = pump.perform(effect) {
+                    return Poll::Ready(Some(message));
+                }
+            }
+            if pump.state != State::Open {
+                return Poll::Ready(None);
+            }
+            match Pin::new(&mut pump.inbound).poll_next(cx) {
+                Poll::Ready(Some(Ok(message))) => {
+                    pump.heard = Instant::now();
+                    pump.exchange.on(message);
+                    pump.account();
+                }
+                // Envoy resets a stream at its normal end; whether it was one, the exchange knows.
+                Poll::Ready(Some(Err(_))) => pump.state = State::Closed,
+                Poll::Ready(None) => {
+                    pump.state = State::HalfClosed;
+                    pump.exchange.on_half_close();
+                }
+                Poll::Pending => {
+                    if !pump.poll_limits(cx) {
+                        return Poll::Pending;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Pump {
+    fn drop(&mut self) {
+        let metrics = &self.shared.observer.metrics;
+        metrics.streams.dec();
+        metrics.duplicate_body_messages.inc_by(self.exchange.duplicates());
+        let held = i64::try_from(self.held).unwrap_or(i64::MAX);
+        self.shared.held.fetch_sub(held, Ordering::Relaxed);
+        if let Some(outcome) = self.exchange.abandoned() {
+            self.finish(&outcome);
+        }
+    }
+}
+
+impl Seeds {
+    fn draw(&self) -> u64 {
+        hash::mix(self.start, self.drawn.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// Writes the endpoints as the protocol wants them: `ip:port`, with commas between.
+fn destination(decision: &Decision) -> String {
+    let addresses: Vec<String> =
+        decision.targets.iter().map(|&slot| decision.pool.endpoint(slot).address.to_string()).collect();
+    addresses.join(",")
+}
+
+fn explanation(decision: &Decision) -> Vec<(&'static str, String)> {
+    let mut headers = vec![
+        ("x-routed-to", decision.pool.endpoint(decision.target()).name.clone()),
+        ("x-route-reason", decision.reason.as_str().to_owned()),
+        ("x-route-policy", decision.policy.to_owned()),
+    ];
+    headers.extend(decision.trace.conversation.as_ref().map(|(id, _)| ("x-conversation-id", id.clone())));
+    headers
+}

@@ -1,0 +1,307 @@
+//! A decision as a record for machines and as text for a person; one of them is made from the other, so that the
+//! log, `explain` and `watch` can never disagree.
+
+use std::fmt::Write as _;
+
+use super::pb;
+use crate::pool::{Ending, KeySource, Outcome};
+use crate::scheduling::decision::Verdict;
+use crate::scheduling::{Decision, Step, Trace};
+
+/// Makes the record of a decision; the caller adds what only it knows: time, request id, trace id.
+#[must_use]
+pub fn record(decision: &Decision) -> pb::Record {
+    let trace = &decision.trace;
+    let name = |slot: u32| decision.pool.endpoint(slot).name.as_str();
+    pb::Record {
+        policy: decision.policy.to_owned(),
+        reason: decision.reason.as_str().to_owned(),
+        target: name(decision.target()).to_owned(),
+        destinations: decision
+            .targets
+            .iter()
+            .map(|&slot| decision.pool.endpoint(slot).address.to_string())
+            .collect(),
+        cached_tokens: decision.cached,
+        pool_version: decision.pool.version(),
+        ring_points: decision.pool.ring_points(),
+        loads: trace
+            .loads
+            .iter()
+            .map(|&(slot, load)| {
+                let endpoint = decision.pool.endpoint(slot);
+                pb::EndpointLoad {
+                    name: endpoint.name.clone(),
+                    address: endpoint.address.to_string(),
+                    weight: endpoint.weight,
+                    requests: load.requests,
+                    tokens: load.tokens,
+                }
+            })
+            .collect(),
+        placement: trace
+            .placed
+            .map(|(slot, cached)| pb::Placement { endpoint: name(slot).to_owned(), cached_tokens: cached }),
+        steps: trace.steps.iter().map(|step| self::step(step, &name)).collect(),
+        ..shared(trace)
+    }
+}
+
+/// Makes the parts of a record that do not depend on a choice.
+fn shared(trace: &Trace) -> pb::Record {
+    let (tokens_per_byte, estimate_answers) = trace.estimate.unwrap_or_default();
+    pb::Record {
+        conversation: trace.conversation.as_ref().map(|(id, source)| pb::Conversation {
+            id: id.clone(),
+            source: source_name(source).to_owned(),
+            key: trace.key,
+        }),
+        model: trace.model.clone().unwrap_or_default(),
+        prompt_tokens: trace.prompt_tokens,
+        max_tokens: trace.max_tokens,
+        tokens_per_byte,
+        estimate_answers,
+        endpoints: count(trace.endpoints),
+        candidates: count(trace.candidates),
+        sequence: trace.sequence,
+        seed: trace.seed,
+        ..pb::Record::default()
+    }
+}
+
+/// Names where a conversation's identity was found.
+#[must_use]
+pub fn source_name(source: &KeySource) -> &str {
+    match source {
+        KeySource::Header(name) => name,
+        KeySource::Field(name) => name,
+        KeySource::PreviousResponse => "previous_response_id",
+        KeySource::Opening => "opening",
+    }
+}
+
+/// Makes the record of an outcome.
+#[must_use]
+pub fn outcome(outcome: &Outcome, ttft_ms: Option<f64>, duration_ms: f64) -> pb::Outcome {
+    pb::Outcome {
+        ending: ending_name(outcome.ending).to_owned(),
+        status: outcome.status.map(u32::from),
+        ttft_ms: ttft_ms.map(tenth),
+        duration_ms: tenth(duration_ms),
+        prompt_tokens: outcome.usage.prompt_tokens,
+        completion_tokens: outcome.usage.completion_tokens,
+        cached_tokens: outcome.usage.cached_tokens,
+        served: outcome.served.map(|address| address.to_string()),
+    }
+}
+
+/// Names how a stream ended.
+#[must_use]
+pub fn ending_name(ending: Ending) -> &'static str {
+    match ending {
+        Ending::Complete => "complete",
+        Ending::Unobserved => "unobserved",
+        Ending::Aborted => "aborted",
+    }
+}
+
+/// Writes a record as a person reads it.
+#[must_use]
+pub fn render(record: &pb::Record) -> String {
+    let mut out = String::new();
+    let _ = if record.refusal.is_empty() {
+        writeln!(out, "{} → {}   [{}]", record.policy, record.target, record.reason)
+    } else {
+        writeln!(out, "refused: {}", record.refusal)
+    };
+    if let Some(conversation) = &record.conversation {
+        let _ = writeln!(out, "  conversation  {} (from {})", conversation.id, conversation.source);
+    }
+    if record.max_tokens > 0 || record.prompt_tokens > 0 {
+        let _ = writeln!(
+            out,
+            "  request       prompt {} tokens{}, at most {} to generate: {} in full",
+            record.prompt_tokens,
+            estimate_note(record),
+            record.max_tokens,
+            record.prompt_tokens.saturating_add(record.max_tokens)
+        );
+    }
+    if !record.loads.is_empty() {
+        let loads: Vec<String> = record
+            .loads
+            .iter()
+            .map(|load| {
+                let weight =
+                    if load.weight == 1.0 { String::new() } else { format!(" × weight {}", load.weight) };
+                format!("{} {} tokens in {} requests{weight}", load.name, load.tokens, load.requests)
+            })
+            .collect();
+        let _ = writeln!(out, "  load before   {}", loads.join(" · "));
+    }
+    if record.candidates < record.endpoints {
+        let _ =
+            writeln!(out, "  candidates    {} of {} endpoints", record.candidates, record.endpoints);
+    }
+    for (i, step) in (1..).zip(&record.steps) {
+        let _ = writeln!(out, "  {i:>2}. {}", step.text);
+    }
+    if let [_, fallbacks @ ..] = record.destinations.as_slice()
+        && !fallbacks.is_empty()
+    {
+        let _ = writeln!(out, "  then          {}", fallbacks.join(", "));
+    }
+    if let Some(outcome) = &record.outcome {
+        let _ = writeln!(out, "  outcome       {}", render_outcome(outcome));
+    }
+    out
+}
+
+/// Writes an outcome in one line.
+#[must_use]
+pub fn render_outcome(outcome: &pb::Outcome) -> String {
+    let mut line = outcome.status.map_or_else(|| "no answer".to_owned(), |status| status.to_string());
+    if outcome.ending != "complete" {
+        let _ = write!(line, " ({})", outcome.ending);
+    }
+    if let Some(ttft) = outcome.ttft_ms {
+        let _ = write!(line, ", first token after {ttft} ms");
+    }
+    let _ = write!(line, ", {} ms in all", outcome.duration_ms);
+    if let Some(prompt) = outcome.prompt_tokens {
+        let cached =
+            outcome.cached_tokens.map_or_else(String::new, |cached| format!(", {cached} of them cached"));
+        let _ = write!(line, ", prompt {prompt} tokens{cached}");
+    }
+    line
+}
+
+fn estimate_note(record: &pb::Record) -> String {
+    match (record.tokens_per_byte > 0.0, record.estimate_answers) {
+        (false, _) => String::new(),
+        (true, 0) => format!(" (estimated, {} a byte)", record.tokens_per_byte),
+        (true, answers) => {
+            format!(" (estimated, {} a byte from {answers} answers)", (record.tokens_per_byte * 1000.0).round() / 1000.0)
+        }
+    }
+}
+
+fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
+    let named = |step: &str, text: String| pb::Step { step: step.to_owned(), text, ..pb::Step::default() };
+    match step {
+        Step::Remembered { endpoint, cached, home } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            ..named(
+                "placement",
+                format!(
+                    "placement memory: last served by {}, {cached} tokens cached there{}",
+                    name(*endpoint),
+                    if *home { ", which is also its home" } else { "" }
+                ),
+            )
+        },
+        Step::NotRemembered => named("placement", "placement memory: none, a new conversation".to_owned()),
+        Step::MemoryOff => named("placement", "placement memory: off".to_owned()),
+        Step::Cost { endpoint, new_tokens, max_tokens, cost, unit } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            new_tokens: Some(*new_tokens),
+            cost: Some(*cost),
+            unit: Some(unit.as_str().to_owned()),
+            ..named(
+                "cost",
+                match unit {
+                    crate::scheduling::Unit::Requests => format!("cost on {}: 1 request", name(*endpoint)),
+                    crate::scheduling::Unit::Tokens => format!(
+                        "cost on {}: {new_tokens} new + {max_tokens} to generate = {cost} tokens",
+                        name(*endpoint)
+                    ),
+                },
+            )
+        },
+        Step::Capacity { total, average, epsilon, cap, unit } => pb::Step {
+            total: Some(*total),
+            average: Some(tenth(*average)),
+            epsilon: Some(*epsilon),
+            cap: Some(tenth(*cap)),
+            unit: Some(unit.as_str().to_owned()),
+            ..named(
+                "capacity",
+                format!(
+                    "with it the load is {total} {}, average {}, cap {} (ε = {epsilon})",
+                    unit.as_str(),
+                    tenth(*average),
+                    tenth(*cap)
+                ),
+            )
+        },
+        Step::LongApplies { long_epsilon, cap } => pb::Step {
+            epsilon: Some(*long_epsilon),
+            cap: Some(tenth(*cap)),
+            ..named(
+                "long",
+                format!("long stickiness: a long cached conversation, cap {} (long ε = {long_epsilon})", tenth(*cap)),
+            )
+        },
+        Step::LongTooShort { prompt_tokens, threshold } => named(
+            "long",
+            format!("long stickiness: no, the prompt of {prompt_tokens} tokens is under the threshold of {threshold}"),
+        ),
+        Step::LongNotCached => named("long", "long stickiness: no, nothing is known to be cached".to_owned()),
+        Step::LongOff => named("long", "long stickiness: off".to_owned()),
+        Step::Tested { endpoint, load, cost, cap, verdict } => {
+            let (sign, word, verdict) = match verdict {
+                Verdict::Fits => ("≤", "takes it", "fits"),
+                Verdict::Idle => (">", "is idle and takes it", "idle"),
+                Verdict::Over => (">", "is over its cap", "over"),
+            };
+            pb::Step {
+                endpoint: Some(name(*endpoint).to_owned()),
+                load: Some(*load),
+                cost: Some(*cost),
+                cap: Some(tenth(*cap)),
+                verdict: Some(verdict.to_owned()),
+                ..named(
+                    "test",
+                    format!(
+                        "{}: {load} + {cost} = {} {sign} {} → {word}",
+                        name(*endpoint),
+                        load.saturating_add(*cost),
+                        tenth(*cap)
+                    ),
+                )
+            }
+        }
+        Step::AllOver { endpoint, load } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            load: Some(*load),
+            ..named("all-over", format!("all are over their cap → least loaded: {} with {load}", name(*endpoint)))
+        },
+        Step::Least { endpoint, load, unit } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            load: Some(*load),
+            unit: Some(unit.as_str().to_owned()),
+            ..named("least-loaded", format!("least loaded for its weight: {} with {load} {}", name(*endpoint), unit.as_str()))
+        },
+        Step::Ring { endpoint } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            ..named("ring", format!("first on the ring: {}", name(*endpoint)))
+        },
+        Step::Ranked { endpoints } => {
+            let names: Vec<&str> = endpoints.iter().map(|&slot| name(slot)).collect();
+            named("ranked", format!("best by rendezvous hash: {}", names.join(", ")))
+        }
+        Step::Modulo { of, n, endpoint } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            ..named("modulo", format!("{of} mod {n} = {}: {}", of % n, name(*endpoint)))
+        },
+    }
+}
+
+/// Rounds to a tenth: more digits hide the number.
+fn tenth(x: f64) -> f64 {
+    (x * 10.0).round() / 10.0
+}
+
+fn count(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,27 @@
+//! The log: JSON or human lines on standard output.
+
+use tracing_subscriber::EnvFilter;
+
+/// How log lines look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// One JSON object a line.
+    Json,
+    /// Lines for a person.
+    Human,
+}
+
+/// Starts the log; `level` is a level or a filter such as `info,h2=debug`.
+///
+/// # Errors
+/// The filter cannot be read, or a log was started before.
+pub fn log(format: LogFormat, level: &str) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_new(level)?;
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
+    match format {
+        LogFormat::Json => builder.json().flatten_event(true).try_init(),
+        LogFormat::Human => builder.try_init(),
+    }
+    .map_err(|error| anyhow::anyhow!("the log cannot be started: {error}"))
+}

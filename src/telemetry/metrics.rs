@@ -1,0 +1,190 @@
+//! Prometheus metrics: every handle is made at the start; labels come from closed sets, or from the pool's own names.
+
+use std::sync::Arc;
+
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::scheduling::Scheduler;
+
+/// Label set of a metric with one label.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Why {
+    /// The reason, of a closed set.
+    pub reason: &'static str,
+}
+
+/// Label set of outcomes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Ended {
+    /// How the stream ended.
+    pub ending: &'static str,
+    /// Class of the HTTP status: `2xx` and so on, or `none`.
+    pub status: &'static str,
+}
+
+/// The handles.
+#[derive(Debug)]
+pub struct Metrics {
+    /// Decisions by reason.
+    pub decisions: Family<Why, Counter>,
+    /// Requests turned away, by reason.
+    pub rejections: Family<Why, Counter>,
+    /// Requests that ended, by how and by status class.
+    pub outcomes: Family<Ended, Counter>,
+    /// Request bodies that could not be read whole, by reason.
+    pub unread_bodies: Family<Why, Counter>,
+    /// Decisions made before the whole body had come, by reason.
+    pub early_decisions: Family<Why, Counter>,
+    /// Body messages after the end of a body.
+    pub duplicate_body_messages: Counter,
+    /// Changes of membership that could not be taken over.
+    pub pool_errors: Counter,
+    /// Streams open now.
+    pub streams: Gauge,
+    /// Bytes of request bodies that wait for their pick.
+    pub held_body_bytes: Gauge,
+    /// Time from the end of the body to the pick.
+    pub decision_seconds: Histogram,
+    /// Time from the request's headers to the first token.
+    pub ttft_seconds: Histogram,
+    /// Time from the request's headers to the end of the answer.
+    pub duration_seconds: Histogram,
+    /// Prompt tokens, as the engines counted them.
+    pub prompt_tokens: Counter,
+    /// Prompt tokens that the engines found in their caches.
+    pub cached_tokens: Counter,
+    /// Prompt tokens that were believed to be cached where the request went.
+    pub expected_cached_tokens: Counter,
+    /// Tokens generated.
+    pub completion_tokens: Counter,
+}
+
+/// Buckets of request durations, in seconds; the upstream picker's, thinned.
+const DURATIONS: [f64; 16] =
+    [0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 10.0, 20.0, 60.0, 180.0, 600.0, 3600.0];
+/// Buckets of decision durations, in seconds.
+const DECISIONS: [f64; 10] =
+    [0.000_001, 0.000_002, 0.000_005, 0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_5, 0.001, 0.01];
+
+impl Metrics {
+    /// Registers everything, the gauges of the scheduler's endpoints included.
+    #[must_use]
+    pub fn new(scheduler: Arc<Scheduler>) -> (Arc<Self>, Registry) {
+        let metrics = Arc::new(Self {
+            decisions: Family::default(),
+            rejections: Family::default(),
+            outcomes: Family::default(),
+            unread_bodies: Family::default(),
+            early_decisions: Family::default(),
+            duplicate_body_messages: Counter::default(),
+            pool_errors: Counter::default(),
+            streams: Gauge::default(),
+            held_body_bytes: Gauge::default(),
+            decision_seconds: Histogram::new(DECISIONS),
+            ttft_seconds: Histogram::new(DURATIONS),
+            duration_seconds: Histogram::new(DURATIONS),
+            prompt_tokens: Counter::default(),
+            cached_tokens: Counter::default(),
+            expected_cached_tokens: Counter::default(),
+            completion_tokens: Counter::default(),
+        });
+        let mut registry = Registry::with_prefix("llm_ring");
+        let m = &*metrics;
+        registry.register("decisions", "Picks by reason", m.decisions.clone());
+        registry.register("rejections", "Requests turned away by reason", m.rejections.clone());
+        registry.register("outcomes", "Requests that ended", m.outcomes.clone());
+        registry.register("unread_bodies", "Bodies routed without being read whole", m.unread_bodies.clone());
+        registry.register(
+            "early_decisions",
+            "Picks made before the whole body had come",
+            m.early_decisions.clone(),
+        );
+        registry.register(
+            "duplicate_body_messages",
+            "Body messages ignored since they came after the body's end",
+            m.duplicate_body_messages.clone(),
+        );
+        registry.register("pool_errors", "Changes of membership that were refused", m.pool_errors.clone());
+        registry.register("streams", "ext_proc streams open now", m.streams.clone());
+        registry.register_with_unit(
+            "held_body",
+            "Request bodies waiting for their pick",
+            Unit::Bytes,
+            m.held_body_bytes.clone(),
+        );
+        let seconds = |registry: &mut Registry, name: &str, help: &str, histogram: &Histogram| {
+            registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+        };
+        seconds(&mut registry, "decision", "From the end of the body to the pick", &m.decision_seconds);
+        seconds(&mut registry, "ttft", "From the request's headers to the first token", &m.ttft_seconds);
+        seconds(&mut registry, "request", "From the request's headers to the answer's end", &m.duration_seconds);
+        registry.register("prompt_tokens", "Prompt tokens, as engines counted them", m.prompt_tokens.clone());
+        registry.register("cached_tokens", "Prompt tokens that engines found cached", m.cached_tokens.clone());
+        registry.register(
+            "expected_cached_tokens",
+            "Prompt tokens believed to be cached where the request went",
+            m.expected_cached_tokens.clone(),
+        );
+        registry.register("completion_tokens", "Tokens generated", m.completion_tokens.clone());
+        registry.register_collector(Box::new(PoolCollector(scheduler)));
+        (metrics, registry)
+    }
+}
+
+/// Reads the pool's load when it is scraped, so that nothing is kept twice.
+#[derive(Debug)]
+struct PoolCollector(Arc<Scheduler>);
+
+#[derive(Debug, Clone, EncodeLabelSet)]
+struct EndpointLabel {
+    endpoint: String,
+}
+
+impl prometheus_client::collector::Collector for PoolCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let (pool, loads) = self.0.loads();
+        let mut family = |name: &str, help: &str, of: &dyn Fn(usize) -> u64| {
+            let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            for (i, endpoint) in pool.endpoints().iter().enumerate() {
+                let label = EndpointLabel { endpoint: endpoint.name.clone() };
+                let value = i64::try_from(of(i)).unwrap_or(i64::MAX);
+                ConstGauge::new(value).encode(metric.encode_family(&label)?)?;
+            }
+            Ok::<_, std::fmt::Error>(())
+        };
+        family("endpoint_requests", "Requests in flight on the endpoint", &|i| loads[i].requests)?;
+        family("endpoint_tokens", "Tokens of work in flight on the endpoint", &|i| loads[i].tokens)?;
+        let mut gauge = |name: &str, help: &str, value: usize| {
+            let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX)).encode(metric)
+        };
+        gauge("endpoints", "Endpoints that may be picked", loads.len())?;
+        gauge("remembered_conversations", "Conversations in placement memory", self.0.remembered())?;
+        let metric = encoder.encode_descriptor(
+            "pool_version",
+            "Changes of membership taken over",
+            None,
+            MetricType::Counter,
+        )?;
+        ConstCounter::new(pool.version()).encode(metric)
+    }
+}
+
+/// Names the class of a status.
+#[must_use]
+pub fn status_class(status: Option<u16>) -> &'static str {
+    match status {
+        None => "none",
+        Some(200..=299) => "2xx",
+        Some(300..=399) => "3xx",
+        Some(400..=499) => "4xx",
+        Some(500..=599) => "5xx",
+        Some(_) => "other",
+    }
+}

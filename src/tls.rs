@@ -1,0 +1,138 @@
+#![allow(clippy::disallowed_methods, reason = "owns the tasks of handshakes and of the certificate's reload")]
+//! TLS for the ext_proc port: a self-signed certificate by default, or files that are read again when they change.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use arc_swap::ArcSwap;
+use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use tokio_rustls::rustls::server::{ClientHello, ResolvesServerCert};
+use tokio_rustls::rustls::sign::CertifiedKey;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::ReceiverStream;
+
+/// A peer that has not shaken hands by then is dropped.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often certificate files are looked at.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The certificate in use.
+#[derive(Debug)]
+pub struct Certificate(ArcSwap<CertifiedKey>);
+
+impl ResolvesServerCert for Certificate {
+    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.load_full())
+    }
+}
+
+impl Certificate {
+    /// Makes a key and a certificate that nobody has signed: gateways do not verify pickers.
+    ///
+    /// # Errors
+    /// The key cannot be made.
+    pub fn self_signed() -> anyhow::Result<Arc<Self>> {
+        let key = KeyPair::generate()?;
+        let mut params = CertificateParams::new(vec!["llm-ring".to_owned(), "localhost".to_owned()])?;
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, "llm-ring");
+        let certificate = params.self_signed(&key)?;
+        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
+        Ok(Arc::new(Self(ArcSwap::from_pointee(certified(vec![certificate.der().clone()], key)?))))
+    }
+
+    /// Reads PEM files.
+    ///
+    /// # Errors
+    /// A file cannot be read, or does not hold what it should.
+    pub fn from_files(cert: &Path, key: &Path) -> anyhow::Result<Arc<Self>> {
+        Ok(Arc::new(Self(ArcSwap::from_pointee(read(cert, key)?))))
+    }
+
+    /// Follows the files for ever; a broken pair keeps the last good one.
+    pub async fn follow(self: Arc<Self>, cert: PathBuf, key: PathBuf) {
+        let contents = || (std::fs::read(&cert).ok(), std::fs::read(&key).ok());
+        let mut seen = contents();
+        let mut ticks = tokio::time::interval(RELOAD_INTERVAL);
+        loop {
+            ticks.tick().await;
+            let now = contents();
+            if now == seen {
+                continue;
+            }
+            seen = now;
+            match read(&cert, &key) {
+                Ok(certified) => {
+                    self.0.store(Arc::new(certified));
+                    tracing::info!(cert = %cert.display(), "certificate reloaded");
+                }
+                Err(error) => tracing::warn!(error = format!("{error:#}"), "the certificate in use stays"),
+            }
+        }
+    }
+}
+
+fn read(cert: &Path, key: &Path) -> anyhow::Result<CertifiedKey> {
+    let chain: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(cert)
+        .and_then(Iterator::collect)
+        .with_context(|| format!("{}: not a PEM certificate chain", cert.display()))?;
+    anyhow::ensure!(!chain.is_empty(), "{}: holds no certificate", cert.display());
+    let key = PrivateKeyDer::from_pem_file(key)
+        .with_context(|| format!("{}: not a PEM private key", key.display()))?;
+    certified(chain, key)
+}
+
+fn certified(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> anyhow::Result<CertifiedKey> {
+    CertifiedKey::from_der(chain, key, &ring::default_provider())
+        .context("the private key does not fit the certificate")
+}
+
+/// Accepts connections and shakes hands, each in a task of its own so that a slow peer holds nobody up.
+///
+/// # Errors
+/// TLS cannot be set up.
+pub fn incoming(
+    listener: TcpListener,
+    certificate: Arc<Certificate>,
+) -> anyhow::Result<ReceiverStream<std::io::Result<TlsStream<TcpStream>>>> {
+    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_cert_resolver(certificate);
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    let (ready, incoming) = mpsc::channel(16);
+    tokio::spawn(async move {
+        loop {
+            let connection = tokio::select! {
+                connection = listener.accept() => connection,
+                () = ready.closed() => return,
+            };
+            let Ok((stream, _)) = connection else {
+                // Out of file descriptors, for one: accepting again at once would spin.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            };
+            let (acceptor, ready) = (acceptor.clone(), ready.clone());
+            tokio::spawn(async move {
+                // Without it every small answer waits for an acknowledgement.
+                drop(stream.set_nodelay(true));
+                match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
+                    Ok(Ok(stream)) => drop(ready.send(Ok(stream)).await),
+                    Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
+                    Err(_) => tracing::debug!("a TLS handshake took too long"),
+                }
+            });
+        }
+    });
+    Ok(ReceiverStream::new(incoming))
+}
