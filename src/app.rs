@@ -31,8 +31,13 @@ use crate::telemetry::spans::Tracing;
 use crate::tls::Certificate;
 
 /// Health service names that gateways and the upstream chart ask for.
-const HEALTH_NAMES: [&str; 5] =
-    ["", "liveness", "readiness", "inference-extension", "envoy.service.ext_proc.v3.ExternalProcessor"];
+const HEALTH_NAMES: [&str; 5] = [
+    "",
+    "liveness",
+    "readiness",
+    "inference-extension",
+    "envoy.service.ext_proc.v3.ExternalProcessor",
+];
 /// gRPC messages may exceed the body limit by this much for headers, in bytes; a larger body gets its 413 from us.
 const MESSAGE_SLACK: usize = 4 << 20;
 
@@ -94,7 +99,8 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         .add_service(picker.into_service())
         .add_service(health_service);
     let mut grpc = tokio::spawn(serve_grpc(grpc, grpc_listener, config.clone(), stopping));
-    let watching = tokio::spawn(watch_pool(path, config.endpoints.poll_ms, points, scheduler, metrics));
+    let watching =
+        tokio::spawn(watch_pool(path, config.endpoints.poll_ms, points, scheduler, metrics));
 
     let served = tokio::select! {
         () = asked_to_stop() => None,
@@ -106,7 +112,9 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let _ = stop.send(true);
     let result = match served {
         Some(result) => result?,
-        None => match tokio::time::timeout(Duration::from_secs(config.drain.timeout_seconds), grpc).await {
+        None => match tokio::time::timeout(Duration::from_secs(config.drain.timeout_seconds), grpc)
+            .await
+        {
             Ok(result) => result?,
             Err(_) => {
                 tracing::warn!(
@@ -172,13 +180,17 @@ fn limits(config: &Config) -> Limits {
         decision_deadline: Duration::from_millis(requests.decision_deadline_ms),
         body_idle_timeout: Duration::from_millis(requests.body_idle_timeout_ms),
         body_memory_bytes: requests.body_memory_bytes,
-        message_bytes: usize::try_from(requests.max_body_bytes).unwrap_or(usize::MAX).saturating_add(MESSAGE_SLACK),
+        message_bytes: usize::try_from(requests.max_body_bytes)
+            .unwrap_or(usize::MAX)
+            .saturating_add(MESSAGE_SLACK),
     }
 }
 
 fn tracing(config: &Config) -> anyhow::Result<Option<Tracing>> {
     let tracing = &config.tracing;
-    let Some(endpoint) = &tracing.otlp_endpoint else { return Ok(None) };
+    let Some(endpoint) = &tracing.otlp_endpoint else {
+        return Ok(None);
+    };
     Tracing::new(endpoint, tracing.sample.into(), &tracing.service_name)
         .with_context(|| format!("tracing.otlp_endpoint `{endpoint}` cannot be used; it is like http://collector:4317"))
         .map(Some)
@@ -219,7 +231,8 @@ async fn serve_grpc(
 }
 
 async fn serve_http(listener: TcpListener, pages: axum::Router, stopping: watch::Receiver<bool>) {
-    if let Err(error) = axum::serve(listener, pages).with_graceful_shutdown(stopped(stopping)).await {
+    if let Err(error) = axum::serve(listener, pages).with_graceful_shutdown(stopped(stopping)).await
+    {
         tracing::error!(%error, "the metrics port has failed");
     }
 }
@@ -246,7 +259,11 @@ fn adopt(scheduler: &Scheduler, pool: Arc<PoolSnapshot>) {
     if scheduler.pool().endpoints() == pool.endpoints() {
         return;
     }
-    tracing::info!(endpoints = pool.endpoints().len(), version = pool.version(), "endpoints changed");
+    tracing::info!(
+        endpoints = pool.endpoints().len(),
+        version = pool.version(),
+        "endpoints changed"
+    );
     scheduler.adopt(pool);
 }
 
@@ -264,7 +281,8 @@ async fn stopped(mut stopping: watch::Receiver<bool>) {
 }
 
 async fn asked_to_stop() {
-    let (Ok(mut term), Ok(mut int)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    let (Ok(mut term), Ok(mut int)) =
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
         tracing::error!("signals cannot be received");
         return std::future::pending().await;

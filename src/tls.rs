@@ -1,4 +1,7 @@
-#![allow(clippy::disallowed_methods, reason = "owns the tasks of handshakes and of the certificate's reload")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "owns the tasks of handshakes and of the certificate's reload"
+)]
 //! TLS for the ext_proc port: a self-signed certificate by default, or files that are read again when they change.
 
 use std::path::{Path, PathBuf};
@@ -42,7 +45,8 @@ impl Certificate {
     /// The key cannot be made.
     pub fn self_signed() -> anyhow::Result<Arc<Self>> {
         let key = KeyPair::generate()?;
-        let mut params = CertificateParams::new(vec!["llm-ring".to_owned(), "localhost".to_owned()])?;
+        let mut params =
+            CertificateParams::new(vec!["llm-ring".to_owned(), "localhost".to_owned()])?;
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, "llm-ring");
         let certificate = params.self_signed(&key)?;
@@ -75,7 +79,9 @@ impl Certificate {
                     self.0.store(Arc::new(certified));
                     tracing::info!(cert = %cert.display(), "certificate reloaded");
                 }
-                Err(error) => tracing::warn!(error = format!("{error:#}"), "the certificate in use stays"),
+                Err(error) => {
+                    tracing::warn!(error = format!("{error:#}"), "the certificate in use stays")
+                }
             }
         }
     }
@@ -91,7 +97,10 @@ fn read(cert: &Path, key: &Path) -> anyhow::Result<CertifiedKey> {
     certified(chain, key)
 }
 
-fn certified(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> anyhow::Result<CertifiedKey> {
+fn certified(
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+) -> anyhow::Result<CertifiedKey> {
     CertifiedKey::from_der(chain, key, &ring::default_provider())
         .context("the private key does not fit the certificate")
 }

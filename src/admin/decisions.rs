@@ -57,7 +57,10 @@ impl Stream for Watched {
                 Poll::Ready(Some(Err(BroadcastStreamRecvError::Lagged(lost)))) => self.lost += lost,
                 Poll::Ready(Some(Ok(record))) if wants(&self.wanted, &record) => {
                     let lost = std::mem::take(&mut self.lost);
-                    return Poll::Ready(Some(Ok(pb::WatchReply { record: Some((*record).clone()), lost })));
+                    return Poll::Ready(Some(Ok(pb::WatchReply {
+                        record: Some((*record).clone()),
+                        lost,
+                    })));
                 }
                 Poll::Ready(Some(Ok(_))) => {}
             }
@@ -66,7 +69,8 @@ impl Stream for Watched {
 }
 
 fn wants(wanted: &pb::WatchRequest, record: &pb::Record) -> bool {
-    let conversation = record.conversation.as_ref().map_or("", |conversation| conversation.id.as_str());
+    let conversation =
+        record.conversation.as_ref().map_or("", |conversation| conversation.id.as_str());
     let matches = |wanted: &str, has: &str| wanted.is_empty() || wanted == has;
     matches(&wanted.conversation, conversation)
         && matches(&wanted.endpoint, &record.target)

@@ -72,7 +72,8 @@ impl Explain {
             let tokens: Config = yaml::parse(EXAMPLE_BOUNDED).map_err(anyhow::Error::msg)?;
             decisions.push(decide(&scenario, "bounded", &tokens)?);
         } else if self.policy.is_empty() {
-            let policy = if given.policy.is_empty() { config.policy.as_str() } else { &given.policy };
+            let policy =
+                if given.policy.is_empty() { config.policy.as_str() } else { &given.policy };
             decisions.push(decide(&scenario, policy, &config)?);
         } else {
             for policy in &self.policy {
@@ -103,12 +104,19 @@ fn print_text(decisions: &[pb::Record], given: &pb::Record, example: bool) {
     }
     for (i, decision) in decisions.iter().enumerate() {
         if example && i == 1 {
-            println!("The same under plain bounded loads, counted in tokens, which know nothing of the cache:\n");
+            println!(
+                "The same under plain bounded loads, counted in tokens, which know nothing of the cache:\n"
+            );
         }
         println!("{}", explain::render(decision));
     }
     if let Some(outcome) = &given.outcome {
-        println!("recorded: {} → {}, {}", given.reason, given.target, explain::render_outcome(outcome));
+        println!(
+            "recorded: {} → {}, {}",
+            given.reason,
+            given.target,
+            explain::render_outcome(outcome)
+        );
     }
 }
 
@@ -126,9 +134,10 @@ fn decide(scenario: &Scenario, policy: &str, config: &Config) -> anyhow::Result<
 
 /// Reads a record, bare or in its log line, JSON or YAML.
 fn read_record(file: &Path) -> anyhow::Result<pb::Record> {
-    let text = std::fs::read_to_string(file).with_context(|| format!("{}: cannot be read", file.display()))?;
-    let value: serde_yaml::Value =
-        serde_yaml::from_str(&text).with_context(|| format!("{}: neither JSON nor YAML", file.display()))?;
+    let text = std::fs::read_to_string(file)
+        .with_context(|| format!("{}: cannot be read", file.display()))?;
+    let value: serde_yaml::Value = serde_yaml::from_str(&text)
+        .with_context(|| format!("{}: neither JSON nor YAML", file.display()))?;
     let inner = value.get("decision").cloned();
     match inner {
         Some(inner) => pb::Record::deserialize(inner)
@@ -138,7 +147,11 @@ fn read_record(file: &Path) -> anyhow::Result<pb::Record> {
 }
 
 fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
-    anyhow::ensure!(record.refusal.is_empty(), "the request was refused ({}); nothing was chosen", record.refusal);
+    anyhow::ensure!(
+        record.refusal.is_empty(),
+        "the request was refused ({}); nothing was chosen",
+        record.refusal
+    );
     anyhow::ensure!(
         !record.loads.is_empty(),
         "it has no `loads`, so there is nothing to choose from; records of large pools have them with log.full_detail"
@@ -158,11 +171,20 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
                 labels: BTreeMap::new(),
                 engine: Engine::Unknown,
             };
-            Ok((endpoint, Load { requests: load.requests.max(u64::from(load.tokens > 0)), tokens: load.tokens }))
+            Ok((
+                endpoint,
+                Load {
+                    requests: load.requests.max(u64::from(load.tokens > 0)),
+                    tokens: load.tokens,
+                },
+            ))
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
     let conversation = record.conversation.as_ref().map(|conversation| {
-        let named = Conversation::named(conversation.id.clone(), KeySource::Header(conversation.source.clone()));
+        let named = Conversation::named(
+            conversation.id.clone(),
+            KeySource::Header(conversation.source.clone()),
+        );
         if conversation.key == 0 { named } else { Conversation { key: conversation.key, ..named } }
     });
     Ok(Scenario {
@@ -175,7 +197,10 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
         conversation,
         prompt_tokens: record.prompt_tokens,
         max_tokens: record.max_tokens,
-        placed: record.placement.as_ref().map(|placed| (placed.endpoint.clone(), placed.cached_tokens)),
+        placed: record
+            .placement
+            .as_ref()
+            .map(|placed| (placed.endpoint.clone(), placed.cached_tokens)),
         sequence: record.sequence,
         seed: record.seed,
         destinations: NonZeroUsize::new(record.destinations.len()).unwrap_or(NonZeroUsize::MIN),
@@ -183,8 +208,14 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
 }
 
 /// Reads a body as the picker does and sets it before idle endpoints.
-fn body_scenario(body: &Path, path: &str, endpoints: &Path, config: &Config) -> anyhow::Result<Scenario> {
-    let bytes = std::fs::read(body).with_context(|| format!("{}: cannot be read", body.display()))?;
+fn body_scenario(
+    body: &Path,
+    path: &str,
+    endpoints: &Path,
+    config: &Config,
+) -> anyhow::Result<Scenario> {
+    let bytes =
+        std::fs::read(body).with_context(|| format!("{}: cannot be read", body.display()))?;
     let points = u32::from(config.ring.points);
     let pool = discovery::file::read(endpoints, 0, points).map_err(anyhow::Error::msg)?;
     let mut reader = RequestReader::new(path.as_bytes(), None, None, &app::exchange(config).read);
@@ -197,7 +228,11 @@ fn body_scenario(body: &Path, path: &str, endpoints: &Path, config: &Config) -> 
         media: reading.media,
     };
     Ok(Scenario {
-        endpoints: pool.endpoints().iter().map(|endpoint| (endpoint.clone(), Load::default())).collect(),
+        endpoints: pool
+            .endpoints()
+            .iter()
+            .map(|endpoint| (endpoint.clone(), Load::default()))
+            .collect(),
         ring_points: points,
         conversation: crate::ext_proc::exchange::body_conversation(&reading),
         prompt_tokens: TokenEstimator::default().estimate(reading.model.as_deref(), &prompt).tokens,

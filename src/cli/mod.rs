@@ -134,8 +134,10 @@ impl Settings {
             ("log.format", "log-format", self.log_format.map(Value::from)),
             ("tracing.otlp_endpoint", "otlp-endpoint", self.otlp_endpoint.map(Value::from)),
         ];
-        let overrides: Overrides =
-            values.into_iter().filter_map(|(path, flag, value)| Some((path, flag, value?))).collect();
+        let overrides: Overrides = values
+            .into_iter()
+            .filter_map(|(path, flag, value)| Some((path, flag, value?)))
+            .collect();
         Ok(config::load(self.config.as_deref(), &overrides)?)
     }
 }

@@ -85,8 +85,15 @@ impl Ring {
             None => (0..self.endpoints).map(|i| (format!("llm-{i}"), 1.0)).collect(),
             Some(file) => {
                 let pool = discovery::file::read(file, 0, points).map_err(anyhow::Error::msg)?;
-                anyhow::ensure!(!pool.endpoints().is_empty(), "{}: holds no endpoints", file.display());
-                pool.endpoints().iter().map(|endpoint| (endpoint.name.clone(), endpoint.weight)).collect()
+                anyhow::ensure!(
+                    !pool.endpoints().is_empty(),
+                    "{}: holds no endpoints",
+                    file.display()
+                );
+                pool.endpoints()
+                    .iter()
+                    .map(|endpoint| (endpoint.name.clone(), endpoint.weight))
+                    .collect()
             }
         };
         let report = report(&members, points, self.keys, &self.ids);
@@ -122,7 +129,9 @@ fn report(members: &[Named], points: u32, keys: u32, ids: &[String]) -> Report {
 
     // The next name in the row, as a StatefulSet would give it; past names that a file may have taken.
     let mut joined = members.to_vec();
-    let name = (members.len()..).map(|i| format!("llm-{i}")).find(|name| members.iter().all(|(m, _)| m != name));
+    let name = (members.len()..)
+        .map(|i| format!("llm-{i}"))
+        .find(|name| members.iter().all(|(m, _)| m != name));
     joined.extend(name.map(|name| (name, 1.0)));
     let mut changes = vec![moved(members, &joined, points, keys)];
     if members.len() > 1 {
@@ -139,7 +148,9 @@ fn report(members: &[Named], points: u32, keys: u32, ids: &[String]) -> Report {
     Report {
         points,
         spread: rounded(variance.sqrt() / mean),
-        busiest_over_average: rounded(endpoints.iter().map(|share| share.of_fair).fold(0.0, f64::max)),
+        busiest_over_average: rounded(
+            endpoints.iter().map(|share| share.of_fair).fold(0.0, f64::max),
+        ),
         endpoints,
         keys,
         moved: changes,
@@ -188,11 +199,19 @@ fn percent(share: f64) -> String {
 
 fn print_text(report: &Report) {
     const SHOWN: usize = 40;
-    println!("{} endpoints, {} points for each unit of weight\n", report.endpoints.len(), report.points);
+    println!(
+        "{} endpoints, {} points for each unit of weight\n",
+        report.endpoints.len(),
+        report.points
+    );
     let width = report.endpoints.iter().map(|share| share.name.len()).max().unwrap_or(0).max(8);
     println!("{:<width$}  weight   share   of its fair share", "endpoint");
     for share in report.endpoints.iter().take(SHOWN) {
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a bar of a few characters")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a bar of a few characters"
+        )]
         let bar = "█".repeat((share.of_fair * 20.0).round() as usize);
         println!(
             "{:<width$}  {:>6}  {:>6}  {:>7}  {bar}",

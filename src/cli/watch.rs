@@ -34,15 +34,25 @@ impl Watch {
     }
 
     async fn follow(self) -> anyhow::Result<()> {
-        let mut client = DecisionsClient::connect(self.address.clone()).await.with_context(|| {
-            format!("no picker answers at {}; --address takes the address of its health port", self.address)
-        })?;
-        let request =
-            pb::WatchRequest { conversation: self.conversation, endpoint: self.endpoint, reason: self.reason };
+        let mut client =
+            DecisionsClient::connect(self.address.clone()).await.with_context(|| {
+                format!(
+                    "no picker answers at {}; --address takes the address of its health port",
+                    self.address
+                )
+            })?;
+        let request = pb::WatchRequest {
+            conversation: self.conversation,
+            endpoint: self.endpoint,
+            reason: self.reason,
+        };
         let mut replies = client.watch(request).await?.into_inner();
         while let Some(reply) = replies.message().await.context("the picker has gone")? {
             if reply.lost > 0 {
-                eprintln!("({} records were lost: they came faster than they were read)", reply.lost);
+                eprintln!(
+                    "({} records were lost: they came faster than they were read)",
+                    reply.lost
+                );
             }
             let Some(record) = reply.record else { continue };
             let text = match self.output {
@@ -64,8 +74,13 @@ fn text(record: &pb::Record) -> String {
     match &record.outcome {
         None => format!("{time}  {}", explain::render(record)),
         Some(outcome) => {
-            let who = record.conversation.as_ref().map_or("", |conversation| conversation.id.as_str());
-            format!("{time}  ended: {} {who}: {}\n", record.target, explain::render_outcome(outcome))
+            let who =
+                record.conversation.as_ref().map_or("", |conversation| conversation.id.as_str());
+            format!(
+                "{time}  ended: {} {who}: {}\n",
+                record.target,
+                explain::render_outcome(outcome)
+            )
         }
     }
 }

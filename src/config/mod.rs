@@ -284,8 +284,13 @@ impl Default for Admission {
 
 impl Default for Requests {
     fn default() -> Self {
-        let headers =
-            ["x-conversation-id", "x-session-id", "session-id", "x-claude-code-session-id", "x-session-affinity"];
+        let headers = [
+            "x-conversation-id",
+            "x-session-id",
+            "session-id",
+            "x-claude-code-session-id",
+            "x-session-affinity",
+        ];
         Self {
             conversation_headers: headers.map(str::to_owned).to_vec(),
             use_user_field: false,
@@ -306,7 +311,12 @@ impl Default for Answers {
 
 impl Default for Log {
     fn default() -> Self {
-        Self { format: LogFormat::Json, level: "info".to_owned(), decisions: true, full_detail: false }
+        Self {
+            format: LogFormat::Json,
+            level: "info".to_owned(),
+            decisions: true,
+            full_detail: false,
+        }
     }
 }
 
@@ -331,7 +341,10 @@ impl TryFrom<String> for PolicyName {
             return Ok(Self(name));
         }
         let hint = did_you_mean(&name, names());
-        Err(format!("there is no policy `{name}`{hint} (known: {})", names().collect::<Vec<_>>().join(", ")))
+        Err(format!(
+            "there is no policy `{name}`{hint} (known: {})",
+            names().collect::<Vec<_>>().join(", ")
+        ))
     }
 }
 
@@ -356,7 +369,9 @@ impl TryFrom<u32> for Points {
         if (1..=10_000).contains(&points) {
             Ok(Self(points))
         } else {
-            Err(format!("a ring has 1 to 10000 points an endpoint, not {points} (100 spread keys within about 10 %)"))
+            Err(format!(
+                "a ring has 1 to 10000 points an endpoint, not {points} (100 spread keys within about 10 %)"
+            ))
         }
     }
 }
@@ -371,7 +386,11 @@ impl TryFrom<f64> for Share {
     type Error = String;
 
     fn try_from(share: f64) -> Result<Self, String> {
-        if (0.0..=1.0).contains(&share) { Ok(Self(share)) } else { Err(format!("a share is 0 to 1, not {share}")) }
+        if (0.0..=1.0).contains(&share) {
+            Ok(Self(share))
+        } else {
+            Err(format!("a share is 0 to 1, not {share}"))
+        }
     }
 }
 

@@ -43,19 +43,22 @@ pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, Config
     if let Some(path) = file {
         let text = std::fs::read_to_string(path)
             .map_err(|error| ConfigError(format!("{}: cannot be read: {error}", path.display())))?;
-        config = yaml::parse(&text).map_err(|error| ConfigError(format!("{}:{error}", path.display())))?;
+        config = yaml::parse(&text)
+            .map_err(|error| ConfigError(format!("{}:{error}", path.display())))?;
         if let Ok(document) = serde_yaml::from_str::<Value>(&text) {
             leaves("", &document, &mut |at, _| {
                 sources.insert(at.to_owned(), Source::File);
             });
         }
     }
-    let mut document = serde_yaml::to_value(&config).map_err(|error| ConfigError(error.to_string()))?;
+    let mut document =
+        serde_yaml::to_value(&config).map_err(|error| ConfigError(error.to_string()))?;
     for (path, flag, value) in overrides {
         set(&mut document, path, value.clone());
         sources.insert((*path).to_owned(), Source::Flag(flag));
-        config = serde_yaml::from_value(document.clone())
-            .map_err(|error| ConfigError(format!("--{flag}: {}", yaml::without_location(&error.to_string()))))?;
+        config = serde_yaml::from_value(document.clone()).map_err(|error| {
+            ConfigError(format!("--{flag}: {}", yaml::without_location(&error.to_string())))
+        })?;
     }
     check(&config)?;
     Ok(Loaded { config, file: file.map(Path::to_path_buf), sources })
@@ -63,8 +66,11 @@ pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, Config
 
 /// Checks what no single value can know.
 fn check(config: &Config) -> Result<(), ConfigError> {
-    if config.tls.mode == TlsMode::Files && (config.tls.cert.is_none() || config.tls.key.is_none()) {
-        return Err(ConfigError("tls.mode is `files`, so tls.cert and tls.key must name PEM files".to_owned()));
+    if config.tls.mode == TlsMode::Files && (config.tls.cert.is_none() || config.tls.key.is_none())
+    {
+        return Err(ConfigError(
+            "tls.mode is `files`, so tls.cert and tls.key must name PEM files".to_owned(),
+        ));
     }
     let server = &config.server;
     let ports = [server.grpc_port, server.health_port, server.metrics_port];
@@ -76,7 +82,9 @@ fn check(config: &Config) -> Result<(), ConfigError> {
         }
     }
     for header in &config.requests.conversation_headers {
-        if header.is_empty() || header.chars().any(|c| c.is_ascii_uppercase() || c.is_whitespace() || c == ':') {
+        if header.is_empty()
+            || header.chars().any(|c| c.is_ascii_uppercase() || c.is_whitespace() || c == ':')
+        {
             return Err(ConfigError(format!(
                 "requests.conversation_headers: `{header}` is not a lower-case header name"
             )));
@@ -89,7 +97,8 @@ impl Loaded {
     /// Writes the effective whole as YAML, each value with its source.
     #[must_use]
     pub fn render(&self) -> String {
-        let file = self.file.as_ref().map_or_else(|| "file".to_owned(), |path| path.display().to_string());
+        let file =
+            self.file.as_ref().map_or_else(|| "file".to_owned(), |path| path.display().to_string());
         let mut out = String::new();
         if let Ok(document) = serde_yaml::to_value(&self.config) {
             self.render_into(&mut out, "", &document, 0, &file);
@@ -98,7 +107,9 @@ impl Loaded {
     }
 
     fn render_into(&self, out: &mut String, at: &str, value: &Value, depth: usize, file: &str) {
-        let Value::Mapping(mapping) = value else { return };
+        let Value::Mapping(mapping) = value else {
+            return;
+        };
         for (key, value) in mapping {
             let key = key.as_str().unwrap_or_default();
             let path = join(at, key);
@@ -131,7 +142,12 @@ fn leaves(at: &str, value: &Value, found: &mut dyn FnMut(&str, &Value)) {
                 leaves(&join(at, key.as_str().unwrap_or_default()), value, found);
             }
         }
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) | Value::Sequence(_) | Value::Tagged(_) => {
+        Value::Null
+        | Value::Bool(_)
+        | Value::Number(_)
+        | Value::String(_)
+        | Value::Sequence(_)
+        | Value::Tagged(_) => {
             found(at, value);
         }
     }
@@ -169,19 +185,31 @@ mod tests {
     #[test]
     fn a_wrong_document_says_where_and_what_to_do() {
         for (text, parts) in [
-            ("policies:\n  bounded:\n    epsilom: 1", &["3:5", "`epsilom`", "`policies.bounded`", "did you mean `epsilon`"][..]),
+            (
+                "policies:\n  bounded:\n    load: tokens\n    epsilom: 1",
+                &["4:5", "`epsilom`", "`policies.bounded`", "did you mean `epsilon`"][..],
+            ),
             ("polcy: bounded", &["1:1", "`polcy`", "did you mean `polic"]),
-            ("policy: consistant", &["1:9", "no policy `consistant`", "did you mean `consistent`"]),
-            ("policies:\n  bounded:\n    epsilon: -1", &["3:14", "above 0", "-1"]),
-            ("policies:\n  bounded:\n    epsilon: .nan", &["above 0"]),
-            ("policies:\n  llm-aware:\n    epsilon: 2", &["long_epsilon (1)", "cannot be below epsilon (2)"]),
-            ("ring: { points: 0 }", &["1:17", "1 to 10000"]),
-            ("answers:\n  destinations: 0", &["2:17"]),
-            ("server:\n  grpc_port: http", &["2:14", "grpc_port"]),
+            (
+                "log: {}\npolicy: consistant",
+                &["2:1", "no policy `consistant`", "did you mean `consistent`"],
+            ),
+            (
+                "policies:\n  bounded:\n    load: tokens\n    epsilon: -1",
+                &["4:5", "`policies.bounded.epsilon`", "above 0", "-1"],
+            ),
+            ("policies:\n  bounded:\n    epsilon: .nan", &["3:5", "above 0"]),
+            (
+                "policies:\n  llm-aware:\n    epsilon: 2",
+                &["2:3", "long_epsilon (1)", "cannot be below epsilon (2)"],
+            ),
+            ("ring: { points: 0 }", &["1:9", "`ring.points`", "1 to 10000"]),
+            ("answers:\n  destinations: 0", &["2:3"]),
+            ("server:\n  grpc_port: http", &["2:3", "grpc_port"]),
             ("policy: bounded\npolicy: random", &["duplicate"]),
             ("policy: bounded\n---\npolicy: random", &["two YAML documents"]),
             ("policy: bounded\n\tserver: {}", &["2:1"]),
-            ("tracing: { sample: 1.5 }", &["0 to 1"]),
+            ("tracing: { sample: 1.5 }", &["1:12", "0 to 1"]),
         ] {
             let error = error(text);
             for part in parts {
@@ -208,7 +236,11 @@ mod tests {
 
     #[test]
     fn a_wrong_flag_is_named() {
-        let error = load(None, &vec![("policy", "policy", Value::from("bound"))]).unwrap_err().to_string();
-        assert!(error.starts_with("--policy:") && error.contains("did you mean `bounded`"), "{error}");
+        let error =
+            load(None, &vec![("policy", "policy", Value::from("bound"))]).unwrap_err().to_string();
+        assert!(
+            error.starts_with("--policy:") && error.contains("did you mean `bounded`"),
+            "{error}"
+        );
     }
 }

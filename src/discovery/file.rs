@@ -80,7 +80,8 @@ pub fn read(path: &Path, version: u64, points: u32) -> Result<PoolSnapshot, Stri
 
 fn snapshot(path: &Path, text: &str, version: u64, points: u32) -> Result<PoolSnapshot, String> {
     let endpoints = parse(text).map_err(|error| format!("{}:{error}", path.display()))?;
-    PoolSnapshot::new(version, endpoints, points).map_err(|error| format!("{}: {error}", path.display()))
+    PoolSnapshot::new(version, endpoints, points)
+        .map_err(|error| format!("{}: {error}", path.display()))
 }
 
 /// Looks at the file every `poll` and hands on each new state, or what is wrong with it, once.
@@ -119,7 +120,9 @@ impl TryFrom<String> for Name {
         if !name.is_empty() && name.len() <= 253 && name.bytes().all(|b| b.is_ascii_graphic()) {
             Ok(Self(name))
         } else {
-            Err(format!("an endpoint's name is 1 to 253 printable characters without blanks, not {name:?}"))
+            Err(format!(
+                "an endpoint's name is 1 to 253 printable characters without blanks, not {name:?}"
+            ))
         }
     }
 }
@@ -145,7 +148,9 @@ impl TryFrom<f64> for Weight {
         if weight > 0.0 && weight <= 100.0 {
             Ok(Self(weight))
         } else {
-            Err(format!("a weight is above 0 and at most 100, not {weight}; to take an endpoint out, remove it"))
+            Err(format!(
+                "a weight is above 0 and at most 100, not {weight}; to take an endpoint out, remove it"
+            ))
         }
     }
 }
@@ -155,10 +160,17 @@ impl TryFrom<String> for EngineName {
 
     fn try_from(name: String) -> Result<Self, String> {
         let known = || Engine::NAMES.iter().map(|&(name, _)| name);
-        Engine::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, engine)| Self(engine)).ok_or_else(|| {
-            let hint = yaml::did_you_mean(&name, known());
-            format!("there is no engine `{name}`{hint} (known: {})", known().collect::<Vec<_>>().join(", "))
-        })
+        Engine::NAMES
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|&(_, engine)| Self(engine))
+            .ok_or_else(|| {
+                let hint = yaml::did_you_mean(&name, known());
+                format!(
+                    "there is no engine `{name}`{hint} (known: {})",
+                    known().collect::<Vec<_>>().join(", ")
+                )
+            })
     }
 }
 
@@ -178,11 +190,17 @@ mod tests {
     #[test]
     fn a_wrong_file_says_where_and_what_to_do() {
         for (text, part) in [
-            ("endpoints:\n- {name: a, adress: 10.0.0.1, port: 1}", "2:12: unknown key `adress` in `endpoints[0]`, did you mean `address`?"),
+            (
+                "endpoints:\n- {name: a, adress: 10.0.0.1, port: 1}",
+                "2:13: unknown key `adress` in `endpoints[0]`, did you mean `address`?",
+            ),
             ("endpoints:\n- {name: a, address: llm.local, port: 1}", "invalid IP address"),
             ("endpoints:\n- {name: a, address: 10.0.0.1, port: 0}", "1 to 65535"),
             ("endpoints:\n- {name: a, address: 10.0.0.1, port: 1, weight: 0}", "remove it"),
-            ("endpoints:\n- {name: a, address: 10.0.0.1, port: 1, engine: vlm}", "did you mean `vllm`?"),
+            (
+                "endpoints:\n- {name: a, address: 10.0.0.1, port: 1, engine: vlm}",
+                "did you mean `vllm`?",
+            ),
             ("endpoints:\n- {name: '', address: 10.0.0.1, port: 1}", "1 to 253"),
             ("endpoint: []", "did you mean `endpoints`?"),
         ] {
@@ -190,6 +208,10 @@ mod tests {
             assert!(error.contains(part), "{text:?} gives {error:?}");
         }
         let twice = "endpoints:\n- {name: a, address: 10.0.0.1, port: 1}\n- {name: a, address: 10.0.0.2, port: 1}";
-        assert!(snapshot(Path::new("f"), twice, 0, 1).unwrap_err().contains("two endpoints are named `a`"));
+        assert!(
+            snapshot(Path::new("f"), twice, 0, 1)
+                .unwrap_err()
+                .contains("two endpoints are named `a`")
+        );
     }
 }

@@ -213,7 +213,11 @@ impl Exchange {
     pub fn held_bytes(&self) -> u64 {
         match &self.phase {
             Phase::Gathering(gathering) => gathering.bytes,
-            Phase::Start | Phase::Deciding(_) | Phase::Passing | Phase::Answered | Phase::Rejected => 0,
+            Phase::Start
+            | Phase::Deciding(_)
+            | Phase::Passing
+            | Phase::Answered
+            | Phase::Rejected => 0,
         }
     }
 
@@ -242,8 +246,10 @@ impl Exchange {
         }
         if let Some(config) = message.protocol_config {
             self.envoy = true;
-            self.modes =
-                Modes { request: Mode::from(config.request_body_mode), response: Mode::from(config.response_body_mode) };
+            self.modes = Modes {
+                request: Mode::from(config.request_body_mode),
+                response: Mode::from(config.response_body_mode),
+            };
         }
         // Messages without a request are of a newer protocol (flow control, for one): they need no answer.
         match message.request {
@@ -253,7 +259,8 @@ impl Exchange {
             Some(Request::RequestBody(body)) => self.on_request_body(body),
             Some(Request::RequestTrailers(_)) => self.on_request_trailers(),
             Some(Request::ResponseHeaders(headers)) => {
-                let served = served_endpoint(message.metadata_context.as_ref(), message.attributes.values());
+                let served =
+                    served_endpoint(message.metadata_context.as_ref(), message.attributes.values());
                 self.on_response_headers(&headers, served);
             }
             Some(Request::ResponseBody(body)) => self.on_response_body(body),
@@ -268,12 +275,18 @@ impl Exchange {
     /// request and waits for both the pick and our end of the stream.
     pub fn on_half_close(&mut self) {
         match &self.phase {
-            Phase::Gathering(_) if self.envoy => self.effects.push_back(Effect::Close(Close::Truncated)),
+            Phase::Gathering(_) if self.envoy => {
+                self.effects.push_back(Effect::Close(Close::Truncated))
+            }
             Phase::Gathering(_) => {
                 self.decide(BodyEnd::Chunk);
                 self.effects.push_back(Effect::Close(Close::Done));
             }
-            Phase::Start | Phase::Deciding(_) | Phase::Passing | Phase::Answered | Phase::Rejected => {
+            Phase::Start
+            | Phase::Deciding(_)
+            | Phase::Passing
+            | Phase::Answered
+            | Phase::Rejected => {
                 self.effects.push_back(Effect::Close(Close::Done));
             }
         }
@@ -295,7 +308,9 @@ impl Exchange {
 
     /// Answers [`Effect::Schedule`] with a pick.
     pub fn scheduled(&mut self, routing: Routing) {
-        let Phase::Deciding(held) = std::mem::replace(&mut self.phase, Phase::Answered) else { return };
+        let Phase::Deciding(held) = std::mem::replace(&mut self.phase, Phase::Answered) else {
+            return;
+        };
         match held.carrier {
             Carrier::Headers => self.send(reply::pick(&routing, held.remove)),
             Carrier::Body => self.send(reply::pick_on_body(&routing, held.remove)),
@@ -329,7 +344,8 @@ impl Exchange {
         }
         self.finished = true;
         let observed = self.modes.response != Mode::None;
-        let unobserved = (!self.envoy && !self.answer.started) || (self.answer.started && !observed);
+        let unobserved =
+            (!self.envoy && !self.answer.started) || (self.answer.started && !observed);
         Some(self.outcome(if unobserved { Ending::Unobserved } else { Ending::Aborted }))
     }
 
@@ -338,7 +354,10 @@ impl Exchange {
             self.duplicates += 1;
             return;
         }
-        let mut head = Head { request: InferenceRequest { subset: subset_hint(metadata), ..Default::default() }, ..Head::default() };
+        let mut head = Head {
+            request: InferenceRequest { subset: subset_hint(metadata), ..Default::default() },
+            ..Head::default()
+        };
         let (mut path, mut content_type, mut encoding) = (&b""[..], None, None);
         let mut key_rank = usize::MAX;
         for (name, value) in entries(headers.headers.as_ref()) {
@@ -347,7 +366,10 @@ impl Exchange {
                 "x-original-path" | "x-forwarded-path" if path.is_empty() => path = value,
                 "content-type" => content_type = Some(value),
                 "content-encoding" => encoding = Some(value),
-                "content-length" => head.content_length = std::str::from_utf8(value).ok().and_then(|v| v.parse().ok()),
+                "content-length" => {
+                    head.content_length =
+                        std::str::from_utf8(value).ok().and_then(|v| v.parse().ok())
+                }
                 "x-request-id" => head.request.id = text(value),
                 "traceparent" => head.traceparent = Some(text(value)),
                 _ => {}
@@ -355,12 +377,14 @@ impl Exchange {
             if is_control(name) {
                 head.remove.push(name.to_owned());
             }
-            if let Some(rank) = self.settings.conversation_headers.iter().position(|header| header == name)
+            if let Some(rank) =
+                self.settings.conversation_headers.iter().position(|header| header == name)
                 && rank < key_rank
                 && !value.is_empty()
             {
                 key_rank = rank;
-                head.header_key = Some(Conversation::named(identity(value), KeySource::Header(name.to_owned())));
+                head.header_key =
+                    Some(Conversation::named(identity(value), KeySource::Header(name.to_owned())));
             }
         }
         let reader = RequestReader::new(path, content_type, encoding, &self.settings.read);
@@ -405,14 +429,18 @@ impl Exchange {
             Phase::Passing => {
                 match self.modes.request {
                     Mode::Duplex => self.echo(Side::Request, vec![body.body], body.end_of_stream),
-                    Mode::Streamed | Mode::Buffered | Mode::None => self.send(reply::unchanged(Side::Request)),
+                    Mode::Streamed | Mode::Buffered | Mode::None => {
+                        self.send(reply::unchanged(Side::Request))
+                    }
                 }
                 if body.end_of_stream {
                     self.phase = Phase::Answered;
                 }
             }
             // Envoy 1.35 and later can deliver a large body's last chunk twice; the first one counted.
-            Phase::Start | Phase::Deciding(_) | Phase::Answered | Phase::Rejected => self.duplicates += 1,
+            Phase::Start | Phase::Deciding(_) | Phase::Answered | Phase::Rejected => {
+                self.duplicates += 1
+            }
         }
     }
 
@@ -439,7 +467,10 @@ impl Exchange {
         let (mut content_type, mut encoding) = (None, None);
         for (name, value) in entries(headers.headers.as_ref()) {
             match name {
-                ":status" => self.answer.status = std::str::from_utf8(value).ok().and_then(|v| v.parse().ok()),
+                ":status" => {
+                    self.answer.status =
+                        std::str::from_utf8(value).ok().and_then(|v| v.parse().ok())
+                }
                 "content-type" => content_type = Some(value),
                 "content-encoding" => encoding = Some(value),
                 _ => {}
@@ -448,8 +479,11 @@ impl Exchange {
         self.answer.started = true;
         self.answer.served = served;
         if self.modes.response != Mode::None {
-            self.answer.reader =
-                Some(ResponseReader::new(content_type, encoding, self.settings.read.max_decoded_bytes));
+            self.answer.reader = Some(ResponseReader::new(
+                content_type,
+                encoding,
+                self.settings.read.max_decoded_bytes,
+            ));
         }
         let explanation = std::mem::take(&mut self.explanation);
         self.send(reply::response_headers(explanation));
@@ -475,7 +509,9 @@ impl Exchange {
         }
         match self.modes.response {
             Mode::Duplex => self.echo(Side::Response, vec![body.body], body.end_of_stream),
-            Mode::Streamed | Mode::Buffered | Mode::None => self.send(reply::unchanged(Side::Response)),
+            Mode::Streamed | Mode::Buffered | Mode::None => {
+                self.send(reply::unchanged(Side::Response))
+            }
         }
         if body.end_of_stream {
             self.finish();
@@ -492,7 +528,9 @@ impl Exchange {
 
     /// Asks for a decision on the request that was gathered.
     fn decide(&mut self, end: BodyEnd) {
-        let Phase::Gathering(gathering) = std::mem::replace(&mut self.phase, Phase::Start) else { return };
+        let Phase::Gathering(gathering) = std::mem::replace(&mut self.phase, Phase::Start) else {
+            return;
+        };
         let Gathering { head, mut reader, chunks, bytes } = *gathering;
         let Head { mut request, header_key, traceparent, content_length, remove } = head;
         let whole = matches!(end, BodyEnd::Chunk | BodyEnd::Trailers);
@@ -518,11 +556,18 @@ impl Exchange {
         request.conversation = header_key.or_else(|| body_conversation(&reading));
         request.model = reading.model;
         // In a buffered mode the headers are answered already, so the body's answer carries the pick.
-        let carrier =
-            if self.modes.request == Mode::Buffered && whole { Carrier::Body } else { Carrier::Headers };
+        let carrier = if self.modes.request == Mode::Buffered && whole {
+            Carrier::Body
+        } else {
+            Carrier::Headers
+        };
         let end = if carrier == Carrier::Body { BodyEnd::Absent } else { end };
         self.phase = Phase::Deciding(Held { carrier, chunks, end, remove });
-        self.effects.push_back(Effect::Schedule(Box::new(ToSchedule { request, body, traceparent })));
+        self.effects.push_back(Effect::Schedule(Box::new(ToSchedule {
+            request,
+            body,
+            traceparent,
+        })));
     }
 
     fn reject(&mut self, rejection: Rejection) {
@@ -598,7 +643,9 @@ pub fn body_conversation(reading: &Reading) -> Option<Conversation> {
         Some(BodyKey::PromptCacheKey(id)) => {
             Some(Conversation::named(identity(id.as_bytes()), KeySource::Field("prompt_cache_key")))
         }
-        Some(BodyKey::User(id)) => Some(Conversation::named(identity(id.as_bytes()), KeySource::Field("user"))),
+        Some(BodyKey::User(id)) => {
+            Some(Conversation::named(identity(id.as_bytes()), KeySource::Field("user")))
+        }
         Some(BodyKey::PreviousResponseId(id)) => {
             Some(Conversation::named(identity(id.as_bytes()), KeySource::PreviousResponse))
         }
@@ -610,14 +657,17 @@ pub fn body_conversation(reading: &Reading) -> Option<Conversation> {
 fn identity(value: &[u8]) -> String {
     const LONGEST: usize = 128;
     match std::str::from_utf8(value) {
-        Ok(text) if value.len() <= LONGEST && value.iter().all(u8::is_ascii_graphic) => text.to_owned(),
+        Ok(text) if value.len() <= LONGEST && value.iter().all(u8::is_ascii_graphic) => {
+            text.to_owned()
+        }
         Ok(_) | Err(_) => format!("hash-{:016x}", crate::index::hash::hash(value)),
     }
 }
 
 /// Tells whether a header steers pickers or explains picks, so that a client's copy must not reach the engine.
 fn is_control(name: &str) -> bool {
-    const PREFIXES: [&str; 4] = ["x-llm-d-", "x-gateway-inference-", "x-gateway-model-", "x-gateway-destination-endpoint-"];
+    const PREFIXES: [&str; 4] =
+        ["x-llm-d-", "x-gateway-inference-", "x-gateway-model-", "x-gateway-destination-endpoint-"];
     const NAMES: [&str; 12] = [
         "x-prefiller-host-port",
         "x-prefiller-url",
@@ -663,7 +713,9 @@ fn subset_hint(metadata: Option<&Metadata>) -> Option<Vec<SocketAddr>> {
         Kind::ListValue(list) => {
             Some(list.values.iter().filter_map(string).flat_map(addresses).collect())
         }
-        Kind::NullValue(_) | Kind::NumberValue(_) | Kind::BoolValue(_) | Kind::StructValue(_) => Some(Vec::new()),
+        Kind::NullValue(_) | Kind::NumberValue(_) | Kind::BoolValue(_) | Kind::StructValue(_) => {
+            Some(Vec::new())
+        }
     }
 }
 
@@ -676,13 +728,19 @@ fn served_endpoint<'a>(
         .and_then(|metadata| metadata.filter_metadata.get(reply::LB_NAMESPACE))
         .and_then(|lb| lb.fields.get("x-gateway-destination-endpoint-served"))
         .and_then(string);
-    let served = served.or_else(|| attributes.find_map(|fields| fields.fields.get("upstream.address").and_then(string)));
+    let served = served.or_else(|| {
+        attributes.find_map(|fields| fields.fields.get("upstream.address").and_then(string))
+    });
     served.and_then(|address| address.trim().parse().ok())
 }
 
 fn string(value: &Value) -> Option<&str> {
     match value.kind.as_ref()? {
         Kind::StringValue(text) => Some(text),
-        Kind::NullValue(_) | Kind::NumberValue(_) | Kind::BoolValue(_) | Kind::StructValue(_) | Kind::ListValue(_) => None,
+        Kind::NullValue(_)
+        | Kind::NumberValue(_)
+        | Kind::BoolValue(_)
+        | Kind::StructValue(_)
+        | Kind::ListValue(_) => None,
     }
 }

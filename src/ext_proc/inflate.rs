@@ -43,30 +43,20 @@ enum Decoder<S: Sink> {
 impl<S: Sink> Inflate<S> {
     /// `coding` is the value of the `content-encoding` header; only a single coding is undone.
     pub(crate) fn new(coding: Option<&[u8]>, max_decoded_bytes: u64, sink: S) -> Self {
-        let sink = Bounded {
-            sink,
-            left: max_decoded_bytes,
-            exceeded: false,
-        };
+        let sink = Bounded { sink, left: max_decoded_bytes, exceeded: false };
         let coding = coding.unwrap_or_default().trim_ascii().to_ascii_lowercase();
         let decoder = match coding.as_slice() {
             b"" | b"identity" => Ok(Decoder::Identity(sink)),
             b"gzip" | b"x-gzip" => Ok(Decoder::Gzip(Box::new(MultiGzDecoder::new(sink)))),
             b"deflate" => Ok(Decoder::Deflate(Box::new(ZlibDecoder::new(sink)))),
             b"zstd" => match zstd_decoder() {
-                Ok(raw) => Ok(Decoder::Zstd(Box::new(write::Decoder::with_decoder(
-                    sink, raw,
-                )))),
+                Ok(raw) => Ok(Decoder::Zstd(Box::new(write::Decoder::with_decoder(sink, raw)))),
                 Err(_) => Err(sink),
             },
             _ => Err(sink),
         };
         let stopped = decoder.is_err().then_some(Stopped::Unsupported);
-        Self {
-            decoder: decoder.unwrap_or_else(Decoder::Identity),
-            begun: false,
-            stopped,
-        }
+        Self { decoder: decoder.unwrap_or_else(Decoder::Identity), begun: false, stopped }
     }
 
     /// Passes on what `chunk` decodes to, without holding back what can be decoded already.
@@ -107,16 +97,6 @@ impl<S: Sink> Inflate<S> {
         &self.bounded().sink
     }
 
-    pub(crate) fn sink_mut(&mut self) -> &mut S {
-        let bounded = match &mut self.decoder {
-            Decoder::Identity(sink) => sink,
-            Decoder::Gzip(gzip) => gzip.get_mut(),
-            Decoder::Deflate(deflate) => deflate.get_mut(),
-            Decoder::Zstd(zstd) => zstd.get_mut(),
-        };
-        &mut bounded.sink
-    }
-
     fn bounded(&self) -> &Bounded<S> {
         match &self.decoder {
             Decoder::Identity(sink) => sink,
@@ -128,11 +108,8 @@ impl<S: Sink> Inflate<S> {
 
     fn settle(&mut self, outcome: &io::Result<()>) {
         if outcome.is_err() {
-            self.stopped = Some(if self.bounded().exceeded {
-                Stopped::TooLarge
-            } else {
-                Stopped::Corrupt
-            });
+            self.stopped =
+                Some(if self.bounded().exceeded { Stopped::TooLarge } else { Stopped::Corrupt });
         }
     }
 }
@@ -145,9 +122,7 @@ fn zstd_decoder() -> io::Result<raw::Decoder<'static>> {
 
 impl<S: Sink> fmt::Debug for Inflate<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inflate")
-            .field("stopped", &self.stopped)
-            .finish_non_exhaustive()
+        f.debug_struct("Inflate").field("stopped", &self.stopped).finish_non_exhaustive()
     }
 }
 

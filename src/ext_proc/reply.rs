@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
 use envoy_types::pb::envoy::config::core::v3::{HeaderValue, HeaderValueOption};
-use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::envoy::service::ext_proc::v3 as pb;
+use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::google::protobuf::{Struct, Value, value::Kind};
 use pb::processing_response::Response;
 
@@ -86,7 +86,9 @@ fn with_metadata(response: Response, routing: &Routing) -> pb::ProcessingRespons
 
 /// Answers headers without changing them.
 pub(crate) fn request_headers() -> pb::ProcessingResponse {
-    message(Response::RequestHeaders(pb::HeadersResponse { response: Some(pb::CommonResponse::default()) }))
+    message(Response::RequestHeaders(pb::HeadersResponse {
+        response: Some(pb::CommonResponse::default()),
+    }))
 }
 
 /// Answers the response's headers, adding the explanation.
@@ -110,10 +112,14 @@ pub(crate) enum Side {
 
 /// Sends a chunk back as it came (`FULL_DUPLEX_STREAMED`).
 pub(crate) fn streamed(side: Side, body: Vec<u8>, end_of_stream: bool) -> pb::ProcessingResponse {
-    let chunk = pb::StreamedBodyResponse { body, end_of_stream, ..pb::StreamedBodyResponse::default() };
+    let chunk =
+        pb::StreamedBodyResponse { body, end_of_stream, ..pb::StreamedBodyResponse::default() };
     let mutation =
         pb::BodyMutation { mutation: Some(pb::body_mutation::Mutation::StreamedResponse(chunk)) };
-    body_message(side, pb::CommonResponse { body_mutation: Some(mutation), ..pb::CommonResponse::default() })
+    body_message(
+        side,
+        pb::CommonResponse { body_mutation: Some(mutation), ..pb::CommonResponse::default() },
+    )
 }
 
 /// Answers a chunk without touching it (`STREAMED` and the buffered modes).
@@ -140,10 +146,15 @@ pub(crate) fn trailers(side: Side) -> pb::ProcessingResponse {
 /// Answers in the engine's place.
 pub(crate) fn reject(rejection: &Rejection, format: ErrorFormat) -> pb::ProcessingResponse {
     let (status, kind, code, upstream) = match rejection {
-        Rejection::Refused(Refusal::Saturated { .. }) => {
-            (429, "rate_limit_error", "saturated", ("ResourceExhausted", Some("rejected-saturated")))
-        }
-        Rejection::Refused(Refusal::PoolEmpty | Refusal::SubsetEmpty | Refusal::SubsetUnmatched(_)) => (
+        Rejection::Refused(Refusal::Saturated { .. }) => (
+            429,
+            "rate_limit_error",
+            "saturated",
+            ("ResourceExhausted", Some("rejected-saturated")),
+        ),
+        Rejection::Refused(
+            Refusal::PoolEmpty | Refusal::SubsetEmpty | Refusal::SubsetUnmatched(_),
+        ) => (
             503,
             "service_unavailable_error",
             "no_endpoints",
@@ -152,7 +163,9 @@ pub(crate) fn reject(rejection: &Rejection, format: ErrorFormat) -> pb::Processi
         Rejection::TooLarge(_) => {
             (413, "invalid_request_error", "request_body_too_large", ("BadRequest", None))
         }
-        Rejection::Stalled => (408, "invalid_request_error", "request_body_timeout", ("BadRequest", None)),
+        Rejection::Stalled => {
+            (408, "invalid_request_error", "request_body_timeout", ("BadRequest", None))
+        }
     };
     let text = rejection.to_string();
     let (content_type, body) = match format {
@@ -181,7 +194,9 @@ impl std::fmt::Display for Rejection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Refused(refusal) => refusal.fmt(f),
-            Self::TooLarge(limit) => write!(f, "the request body is larger than the limit of {limit} bytes"),
+            Self::TooLarge(limit) => {
+                write!(f, "the request body is larger than the limit of {limit} bytes")
+            }
             Self::Stalled => f.write_str("the request body stopped coming"),
         }
     }

@@ -1,13 +1,13 @@
 //! Watches an answer pass, to know when its first token came and what the engine says it cost.
 
 use std::fmt;
-use std::mem;
-
-use memchr::memchr2;
 
 use super::inflate::{Inflate, Sink};
-use crate::pool::Usage;
 use super::json::{self, Kept, Kind, Tokenizer, Visitor};
+use crate::pool::Usage;
+use lines::{Line, Lines};
+
+mod lines;
 
 /// Longest response id that is kept; a longer one could not come back as a session key either.
 const ID_BYTES: usize = 512;
@@ -36,16 +36,11 @@ impl ResponseReader {
         let limit = content_encoding.map_or(u64::MAX, |_| max_decoded_bytes);
         let body = match Format::of(content_type) {
             None => Body::Unread,
-            Some(format) => Body::Read(Box::new(Inflate::new(
-                content_encoding,
-                limit,
-                Answer::new(format),
-            ))),
+            Some(format) => {
+                Body::Read(Box::new(Inflate::new(content_encoding, limit, Answer::new(format))))
+            }
         };
-        Self {
-            has_bytes: false,
-            body,
-        }
+        Self { has_bytes: false, body }
     }
 
     pub(crate) fn push(&mut self, chunk: &[u8]) {
@@ -88,9 +83,7 @@ impl ResponseReader {
 
 impl fmt::Debug for ResponseReader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ResponseReader")
-            .field("has_bytes", &self.has_bytes)
-            .finish_non_exhaustive()
+        f.debug_struct("ResponseReader").field("has_bytes", &self.has_bytes).finish_non_exhaustive()
     }
 }
 
@@ -132,12 +125,7 @@ impl Answer {
 
 impl Sink for Answer {
     fn take(&mut self, piece: &[u8]) {
-        let Self {
-            format,
-            lines,
-            tokenizer,
-            facts,
-        } = self;
+        let Self { format, lines, tokenizer, facts } = self;
         match format {
             Format::Json => tokenizer.push(piece, facts),
             Format::Events => lines.read(piece, |line| match line {
@@ -145,95 +133,6 @@ impl Sink for Answer {
                 Line::EventEnd => tokenizer.restart(),
             }),
         }
-    }
-}
-
-/// Splits an event stream, cut at any byte, into the data of its events
-/// (<https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream>).
-#[derive(Default)]
-struct Lines {
-    state: LineState,
-    /// A line feed that comes next belongs to the line end before it.
-    after_return: bool,
-    /// The event has a data line already; a second one goes on after a line feed.
-    has_data: bool,
-}
-
-#[derive(Clone, Copy)]
-enum LineState {
-    /// So many bytes of [`DATA_FIELD`] have come.
-    Field(usize),
-    /// One space may follow the colon.
-    Space,
-    Data,
-    Ignored,
-}
-
-impl Default for LineState {
-    fn default() -> Self {
-        Self::Field(0)
-    }
-}
-
-enum Line<'a> {
-    Data(&'a [u8]),
-    EventEnd,
-}
-
-const DATA_FIELD: &[u8] = b"data:";
-
-impl Lines {
-    fn read(&mut self, piece: &[u8], mut each: impl FnMut(Line<'_>)) {
-        let mut rest = piece;
-        while let Some(&byte) = rest.first() {
-            if mem::take(&mut self.after_return) && byte == b'\n' {
-                rest = &rest[1..];
-                continue;
-            }
-            let used = match self.state {
-                LineState::Field(0) if byte == b'\r' || byte == b'\n' => {
-                    self.end_line(byte);
-                    self.has_data = false;
-                    each(Line::EventEnd);
-                    1
-                }
-                LineState::Field(matched) if byte == DATA_FIELD[matched] => {
-                    self.state = LineState::Field(matched + 1);
-                    if matched + 1 == DATA_FIELD.len() {
-                        self.state = LineState::Space;
-                        if mem::replace(&mut self.has_data, true) {
-                            each(Line::Data(b"\n"));
-                        }
-                    }
-                    1
-                }
-                LineState::Field(_) => {
-                    self.state = LineState::Ignored;
-                    0
-                }
-                LineState::Space => {
-                    self.state = LineState::Data;
-                    usize::from(byte == b' ')
-                }
-                LineState::Data | LineState::Ignored => {
-                    let length = memchr2(b'\r', b'\n', rest);
-                    let line = &rest[..length.unwrap_or(rest.len())];
-                    if matches!(self.state, LineState::Data) && !line.is_empty() {
-                        each(Line::Data(line));
-                    }
-                    if let Some(length) = length {
-                        self.end_line(rest[length]);
-                    }
-                    line.len() + usize::from(length.is_some())
-                }
-            };
-            rest = &rest[used..];
-        }
-    }
-
-    fn end_line(&mut self, end: u8) {
-        self.state = LineState::Field(0);
-        self.after_return = end == b'\r';
     }
 }
 

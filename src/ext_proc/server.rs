@@ -1,4 +1,7 @@
-#![allow(clippy::disallowed_methods, reason = "this file owns the clock and the timers of the streams")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "this file owns the clock and the timers of the streams"
+)]
 //! The tonic service: pumps one [`Exchange`] a stream, keeps its deadlines, and does what its effects say.
 //!
 //! A stream is a pull: Envoy's next message is read when the last one's effects are out. That needs no task and no
@@ -87,7 +90,16 @@ impl Picker {
         let seeds = Seeds { start: RandomState::new().hash_one(0), drawn: AtomicU64::new(0) };
         let exchange = Arc::new(exchange);
         let held = AtomicI64::new(0);
-        Self(Arc::new(Shared { scheduler, observer, exchange, limits, explain_headers, detail, held, seeds }))
+        Self(Arc::new(Shared {
+            scheduler,
+            observer,
+            exchange,
+            limits,
+            explain_headers,
+            detail,
+            held,
+            seeds,
+        }))
     }
 
     /// Returns the gRPC service.
@@ -174,7 +186,12 @@ impl Pump {
             Effect::Rejected(rejection) => {
                 let observer = Arc::clone(&self.shared.observer);
                 let mut observation = observer.start(self.started, self.traceparent.as_deref());
-                observer.rejected(&mut observation, rejection.as_str(), &rejection.to_string(), &self.request_id);
+                observer.rejected(
+                    &mut observation,
+                    rejection.as_str(),
+                    &rejection.to_string(),
+                    &self.request_id,
+                );
             }
             Effect::FirstToken => {
                 if let Some(booking) = &mut self.booking {
@@ -209,17 +226,31 @@ impl Pump {
             Ok((decision, booking)) => {
                 let timing = (begun, begun.elapsed());
                 self.booking = Some(booking);
-                shared.observer.decided(&mut observation, &decision, (&self.request_id, body), timing);
+                shared.observer.decided(
+                    &mut observation,
+                    &decision,
+                    (&self.request_id, body),
+                    timing,
+                );
                 self.exchange.scheduled(Routing {
                     destination: destination(&decision),
                     traceparent: observation.traceparent(),
-                    explanation: if shared.explain_headers { explanation(&decision) } else { Vec::new() },
+                    explanation: if shared.explain_headers {
+                        explanation(&decision)
+                    } else {
+                        Vec::new()
+                    },
                 });
                 self.observation = Some(observation);
             }
             Err(refusal) => {
                 let text = refusal.to_string();
-                shared.observer.rejected(&mut observation, refusal.as_str(), &text, &self.request_id);
+                shared.observer.rejected(
+                    &mut observation,
+                    refusal.as_str(),
+                    &text,
+                    &self.request_id,
+                );
                 self.exchange.refused(refusal);
             }
         }
@@ -270,7 +301,8 @@ impl Pump {
         let idle = self.heard + limits.body_idle_timeout;
         let deadline = self.started + limits.decision_deadline;
         let next = if self.exchange.can_hurry() { idle.min(deadline) } else { idle };
-        let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(next.into())));
+        let timer =
+            self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(next.into())));
         if timer.deadline() != next.into() {
             timer.as_mut().reset(next.into());
         }
@@ -343,8 +375,11 @@ impl Seeds {
 
 /// Writes the endpoints as the protocol wants them: `ip:port`, with commas between.
 fn destination(decision: &Decision) -> String {
-    let addresses: Vec<String> =
-        decision.targets.iter().map(|&slot| decision.pool.endpoint(slot).address.to_string()).collect();
+    let addresses: Vec<String> = decision
+        .targets
+        .iter()
+        .map(|&slot| decision.pool.endpoint(slot).address.to_string())
+        .collect();
     addresses.join(",")
 }
 
@@ -354,6 +389,8 @@ fn explanation(decision: &Decision) -> Vec<(&'static str, String)> {
         ("x-route-reason", decision.reason.as_str().to_owned()),
         ("x-route-policy", decision.policy.to_owned()),
     ];
-    headers.extend(decision.trace.conversation.as_ref().map(|(id, _)| ("x-conversation-id", id.clone())));
+    headers.extend(
+        decision.trace.conversation.as_ref().map(|(id, _)| ("x-conversation-id", id.clone())),
+    );
     headers
 }

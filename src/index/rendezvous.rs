@@ -53,7 +53,9 @@ impl Rendezvous {
                     leaders.truncate(d);
                 }
             }
-            best.extend(leaders.iter().map(|&(draw, slot)| (score(class.weight, draw), draw, slot)));
+            best.extend(
+                leaders.iter().map(|&(draw, slot)| (score(class.weight, draw), draw, slot)),
+            );
         }
         best.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.cmp(&a.1)));
         best.truncate(d);
@@ -64,7 +66,10 @@ impl Rendezvous {
 /// Scores a draw in (0, 1): `w / -ln(u)`.
 fn score(weight: f64, draw: u64) -> f64 {
     // 53 bits and a half, so that u is never 0 or 1 and the logarithm is finite and negative.
-    #[expect(clippy::cast_precision_loss, reason = "shifted to 53 bits, which an f64 holds exactly")]
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "shifted to 53 bits, which an f64 holds exactly"
+    )]
     let u = ((draw >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
     weight / -u.ln()
 }
@@ -77,8 +82,9 @@ mod tests {
 
     fn members(weights: &[f64]) -> (Vec<String>, Rendezvous) {
         let names: Vec<String> = (0..weights.len()).map(|i| format!("llm-{i}")).collect();
-        let rendezvous =
-            Rendezvous::new(names.iter().zip(weights).map(|(name, &weight)| Member { name, weight }));
+        let rendezvous = Rendezvous::new(
+            names.iter().zip(weights).map(|(name, &weight)| Member { name, weight }),
+        );
         (names, rendezvous)
     }
 

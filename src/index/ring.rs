@@ -61,7 +61,9 @@ impl HashRing {
     #[must_use]
     pub fn shares(&self) -> Vec<f64> {
         let mut shares = vec![0.0; self.members];
-        let Some(&last) = self.hashes.last() else { return shares };
+        let Some(&last) = self.hashes.last() else {
+            return shares;
+        };
         let mut previous = last;
         for (&point, &owner) in self.hashes.iter().zip(&self.owners) {
             // A key in (previous, point] belongs to this point; the first arc wraps around zero.
@@ -182,7 +184,10 @@ mod tests {
         reversed.reverse();
         let (a, b) = (ring(&forward), ring(&reversed));
         for key in (0..1000u64).map(|i| hash::hash(&i.to_le_bytes())) {
-            assert_eq!(forward[a.home(key).unwrap() as usize], reversed[b.home(key).unwrap() as usize]);
+            assert_eq!(
+                forward[a.home(key).unwrap() as usize],
+                reversed[b.home(key).unwrap() as usize]
+            );
         }
     }
 

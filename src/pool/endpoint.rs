@@ -59,7 +59,10 @@ impl Endpoint {
     /// Returns the identity of this life of the endpoint.
     #[must_use]
     pub fn id(&self) -> EndpointId {
-        EndpointId(hash::mix(hash::hash(self.name.as_bytes()), hash::hash(self.address.to_string().as_bytes())))
+        EndpointId(hash::mix(
+            hash::hash(self.name.as_bytes()),
+            hash::hash(self.address.to_string().as_bytes()),
+        ))
     }
 }
 

@@ -77,7 +77,9 @@ impl TokenEstimator {
         #[expect(clippy::cast_precision_loss, reason = "a ratio of counts far below 2^52")]
         let seen = (counted.saturating_sub(beside_text(prompt)) as f64 / prompt.text_bytes as f64)
             .clamp(RATIO_BOUNDS.0, RATIO_BOUNDS.1);
-        let ratio = self.models.get_or_insert_mut(key(model), || Ratio { tokens_per_byte: seen, answers: 0 });
+        let ratio = self
+            .models
+            .get_or_insert_mut(key(model), || Ratio { tokens_per_byte: seen, answers: 0 });
         ratio.answers = (ratio.answers + 1).min(LEARNING_WINDOW);
         ratio.tokens_per_byte += (seen - ratio.tokens_per_byte) / f64::from(ratio.answers);
     }
@@ -108,7 +110,11 @@ mod tests {
             estimator.learn(Some("m"), &PROMPT, 2020);
         }
         assert_eq!(estimator.estimate(Some("m"), &PROMPT).tokens, 2020);
-        assert_eq!(estimator.estimate(Some("other"), &PROMPT).tokens, 1020, "a model learns for itself");
+        assert_eq!(
+            estimator.estimate(Some("other"), &PROMPT).tokens,
+            1020,
+            "a model learns for itself"
+        );
     }
 
     #[test]

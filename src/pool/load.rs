@@ -114,7 +114,10 @@ impl LoadLedger {
     }
 
     /// Releases all that the ticket still holds.
-    #[expect(clippy::needless_pass_by_value, reason = "a ticket is spent: taking it makes a second release impossible")]
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "a ticket is spent: taking it makes a second release impossible"
+    )]
     pub fn release(&mut self, ticket: Ticket) {
         self.subtract(ticket.counter, Load { requests: 1, tokens: ticket.work.tokens() });
         self.retire_if_idle(ticket.counter);
@@ -135,7 +138,8 @@ impl LoadLedger {
             counter
         } else {
             self.counters.push(fresh);
-            u32::try_from(self.counters.len() - 1).expect("a pool has far fewer than 2^32 endpoints")
+            u32::try_from(self.counters.len() - 1)
+                .expect("a pool has far fewer than 2^32 endpoints")
         };
         self.by_id.insert(id, counter);
         counter
@@ -164,7 +168,10 @@ impl LoadLedger {
     fn retire_if_idle(&mut self, counter: u32) {
         let entry = self.counters[counter as usize];
         // The map says whether this counter was retired before: a slot can leave twice in one adoption.
-        if !entry.member && entry.load == Load::default() && self.by_id.get(&entry.id) == Some(&counter) {
+        if !entry.member
+            && entry.load == Load::default()
+            && self.by_id.get(&entry.id) == Some(&counter)
+        {
             self.by_id.remove(&entry.id);
             self.free.push(counter);
         }
@@ -218,7 +225,8 @@ mod tests {
 
     fn act() -> impl Strategy<Value = Act> {
         prop_oneof![
-            prop::collection::btree_set(1u8..6, 1..6).prop_map(|set| Act::Adopt(set.into_iter().collect())),
+            prop::collection::btree_set(1u8..6, 1..6)
+                .prop_map(|set| Act::Adopt(set.into_iter().collect())),
             (any::<u8>(), 0u64..5000, 0u64..500).prop_map(|(slot, p, d)| Act::Book(slot, p, d)),
             any::<usize>().prop_map(Act::First),
             any::<usize>().prop_map(Act::End),

@@ -75,7 +75,13 @@ impl Placement {
     ///
     /// The engine's own numbers go before ours: what it holds is its prompt and its answer, and where it found less
     /// in its cache than it held after the last turn, the same share is believed of what it holds now.
-    pub fn learn(&mut self, conversation: u64, endpoint: EndpointId, estimated_prompt: u64, outcome: &Outcome) {
+    pub fn learn(
+        &mut self,
+        conversation: u64,
+        endpoint: EndpointId,
+        estimated_prompt: u64,
+        outcome: &Outcome,
+    ) {
         if !outcome.succeeded() {
             return;
         }
@@ -86,7 +92,8 @@ impl Placement {
             (Some(before), Some(cached)) => {
                 let expected = before.held.min(prompt);
                 #[expect(clippy::cast_precision_loss, reason = "a ratio of token counts")]
-                let share = if expected == 0 { 1.0 } else { (cached as f64 / expected as f64).min(1.0) };
+                let share =
+                    if expected == 0 { 1.0 } else { (cached as f64 / expected as f64).min(1.0) };
                 // An engine recomputes at least the last block of a prompt: nearly all is all.
                 if share >= NEARLY_ALL { 1.0 } else { share }
             }
@@ -112,7 +119,7 @@ const NEARLY_ALL: f64 = 0.9;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::{Endpoint, Ending, Engine, Usage};
+    use crate::pool::{Ending, Endpoint, Engine, Usage};
 
     fn id(n: u8) -> EndpointId {
         Endpoint {
@@ -130,7 +137,12 @@ mod tests {
             ending: Ending::Complete,
             status: Some(200),
             served: None,
-            usage: Usage { prompt_tokens: Some(prompt), completion_tokens: Some(20), cached_tokens: Some(cached), response_id: None },
+            usage: Usage {
+                prompt_tokens: Some(prompt),
+                completion_tokens: Some(20),
+                cached_tokens: Some(cached),
+                response_id: None,
+            },
         }
     }
 
@@ -146,7 +158,11 @@ mod tests {
         memory.learn(1, id(1), 90, &served(200, 119));
         assert_eq!(memory.find(1).unwrap().cached(), 220);
         memory.learn(1, id(1), 90, &served(300, 0));
-        assert_eq!(memory.find(1).unwrap().cached(), 0, "an engine that evicts is not believed to keep");
+        assert_eq!(
+            memory.find(1).unwrap().cached(),
+            0,
+            "an engine that evicts is not believed to keep"
+        );
         memory.learn(1, id(1), 90, &served(400, 320));
         assert_eq!(memory.find(1).unwrap().cached(), 420, "and is believed again when it does");
         memory.learn(1, id(2), 90, &served(400, 0));
@@ -156,7 +172,9 @@ mod tests {
     #[test]
     fn only_success_teaches() {
         let mut memory = memory();
-        for (status, ending) in [(Some(500), Ending::Complete), (Some(200), Ending::Aborted), (None, Ending::Aborted)] {
+        for (status, ending) in
+            [(Some(500), Ending::Complete), (Some(200), Ending::Aborted), (None, Ending::Aborted)]
+        {
             memory.learn(1, id(1), 90, &Outcome { ending, status, ..Outcome::default() });
             assert_eq!(memory.find(1), None);
         }

@@ -53,8 +53,11 @@ impl PoolSnapshot {
                 ));
             }
         }
-        let members =
-            || endpoints.iter().map(|endpoint| Member { name: &endpoint.name, weight: endpoint.weight });
+        let members = || {
+            endpoints
+                .iter()
+                .map(|endpoint| Member { name: &endpoint.name, weight: endpoint.weight })
+        };
         let (ring, rendezvous) = (HashRing::new(members(), points), Rendezvous::new(members()));
         let ids: Vec<EndpointId> = endpoints.iter().map(Endpoint::id).collect();
         Ok(Self {

@@ -5,6 +5,8 @@ pub mod policy;
 pub mod registry;
 pub mod scenario;
 pub mod scheduler;
+#[cfg(test)]
+mod tests;
 
 use crate::pool::{LoadLedger, Placed, PoolSnapshot};
 
@@ -142,7 +144,9 @@ impl Cx<'_> {
         let n = self.candidates.len() as f64;
         let sum = match self.candidates {
             Candidates::All(_) => self.pool.weight(),
-            Candidates::Some(slots) => slots.iter().map(|&slot| self.pool.endpoint(slot).weight).sum(),
+            Candidates::Some(slots) => {
+                slots.iter().map(|&slot| self.pool.endpoint(slot).weight).sum()
+            }
         };
         self.pool.endpoint(slot).weight * n / sum
     }

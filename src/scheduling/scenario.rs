@@ -7,9 +7,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use super::{Candidates, Cx, Decision, Detail, Policy, Trace, scheduler};
-use crate::pool::{
-    Conversation, Endpoint, Load, LoadLedger, Placed, PoolError, PoolSnapshot,
-};
+use crate::pool::{Conversation, Endpoint, Load, LoadLedger, Placed, PoolError, PoolSnapshot};
 
 /// What a decision depends on.
 #[derive(Debug, Clone)]
@@ -50,11 +48,19 @@ impl Scenario {
     ///
     /// # Errors
     /// There are no endpoints, or two of them have one name or address.
-    pub fn decide(&self, policy_name: &'static str, policy: &dyn Policy) -> Result<Decision, ScenarioError> {
-        let endpoints: Vec<Endpoint> = self.endpoints.iter().map(|(endpoint, _)| endpoint.clone()).collect();
+    pub fn decide(
+        &self,
+        policy_name: &'static str,
+        policy: &dyn Policy,
+    ) -> Result<Decision, ScenarioError> {
+        let endpoints: Vec<Endpoint> =
+            self.endpoints.iter().map(|(endpoint, _)| endpoint.clone()).collect();
         let pool = Arc::new(PoolSnapshot::new(0, endpoints, self.ring_points)?);
         let slot_of = |name: &str| {
-            (0u32..).zip(pool.endpoints()).find(|(_, endpoint)| endpoint.name == name).map(|(slot, _)| slot)
+            (0u32..)
+                .zip(pool.endpoints())
+                .find(|(_, endpoint)| endpoint.name == name)
+                .map(|(slot, _)| slot)
         };
         let candidates = Candidates::All(u32::try_from(self.endpoints.len()).unwrap_or(u32::MAX));
         if candidates.is_empty() {
@@ -63,7 +69,10 @@ impl Scenario {
         let mut ledger = LoadLedger::default();
         ledger.adopt(&pool);
         for (endpoint, load) in &self.endpoints {
-            ledger.preset(slot_of(&endpoint.name).expect("the pool is made of these endpoints"), *load);
+            ledger.preset(
+                slot_of(&endpoint.name).expect("the pool is made of these endpoints"),
+                *load,
+            );
         }
         let placed = self.placed.as_ref().and_then(|(name, cached)| {
             let slot = slot_of(name)?;

@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::{Candidates, Choice, Cx, Decision, Policy, Reason, Refusal, Step, Trace, Unit};
 use crate::pool::estimate::TokenEstimator;
 use crate::pool::{
-    Conversation, InferenceRequest, KeySource, Load, LoadLedger, Outcome, Placement, PoolSnapshot, PromptSize,
-    Release, Ticket, Work,
+    Conversation, InferenceRequest, KeySource, Load, LoadLedger, Outcome, Placement, PoolSnapshot,
+    PromptSize, Release, Ticket, Work,
 };
 
 /// Pools up to this size have every candidate's load in every trace; in larger ones it would cost more than the pick.
@@ -98,7 +98,8 @@ impl Scheduler {
         let mut ledger = LoadLedger::default();
         ledger.adopt(&pool);
         let placement = Placement::new(settings.memory_entries);
-        let state = State { pool, ledger, placement, estimator: TokenEstimator::default(), sequence: 0 };
+        let state =
+            State { pool, ledger, placement, estimator: TokenEstimator::default(), sequence: 0 };
         Self { settings, state: Mutex::new(state) }
     }
 
@@ -141,7 +142,8 @@ impl Scheduler {
     ) -> Result<(Decision, Booking), Refusal> {
         let mut state = self.lock();
         let state = &mut *state;
-        let conversation = request.conversation.as_ref().map(|conversation| state.key_of(conversation));
+        let conversation =
+            request.conversation.as_ref().map(|conversation| state.key_of(conversation));
         let candidates = self.candidates(state, request)?;
         let estimate = state.estimator.estimate(request.model.as_deref(), &request.prompt);
         let max_tokens = request.max_tokens.unwrap_or(self.settings.default_max_tokens);
@@ -222,7 +224,8 @@ impl Scheduler {
         };
         #[expect(clippy::cast_precision_loss, reason = "requests in flight stay far below 2^52")]
         let has_room = |slot: u32| {
-            (state.ledger.load(slot).requests as f64) < limit as f64 * state.pool.endpoint(slot).weight
+            (state.ledger.load(slot).requests as f64)
+                < limit as f64 * state.pool.endpoint(slot).weight
         };
         let open: Vec<u32> = candidates.iter().filter(|&slot| has_room(slot)).collect();
         if open.is_empty() {
@@ -249,7 +252,12 @@ impl State {
 }
 
 /// Runs `policy`, filling in the parts of the trace that every policy shares.
-pub(super) fn choose(policy: &dyn Policy, cx: &Cx<'_>, has_conversation: bool, trace: &mut Trace) -> Choice {
+pub(super) fn choose(
+    policy: &dyn Policy,
+    cx: &Cx<'_>,
+    has_conversation: bool,
+    trace: &mut Trace,
+) -> Choice {
     trace.key = cx.key;
     trace.sequence = cx.sequence;
     trace.seed = cx.seed;
@@ -263,7 +271,11 @@ pub(super) fn choose(policy: &dyn Policy, cx: &Cx<'_>, has_conversation: bool, t
         return policy.choose(cx, trace);
     }
     let slot = cx.least_loaded(Unit::Tokens, |slot| cx.chance(slot));
-    trace.steps.push(Step::Least { endpoint: slot, load: cx.load(slot, Unit::Tokens), unit: Unit::Tokens });
+    trace.steps.push(Step::Least {
+        endpoint: slot,
+        load: cx.load(slot, Unit::Tokens),
+        unit: Unit::Tokens,
+    });
     Choice { slot, reason: Reason::NoConversation, cached: 0 }
 }
 

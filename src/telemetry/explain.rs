@@ -39,9 +39,10 @@ pub fn record(decision: &Decision) -> pb::Record {
                 }
             })
             .collect(),
-        placement: trace
-            .placed
-            .map(|(slot, cached)| pb::Placement { endpoint: name(slot).to_owned(), cached_tokens: cached }),
+        placement: trace.placed.map(|(slot, cached)| pb::Placement {
+            endpoint: name(slot).to_owned(),
+            cached_tokens: cached,
+        }),
         steps: trace.steps.iter().map(|step| self::step(step, &name)).collect(),
         ..shared(trace)
     }
@@ -132,16 +133,25 @@ pub fn render(record: &pb::Record) -> String {
             .loads
             .iter()
             .map(|load| {
-                let weight =
-                    if load.weight == 1.0 { String::new() } else { format!(" × weight {}", load.weight) };
-                format!("{} {} tokens in {} requests{weight}", load.name, load.tokens, load.requests)
+                let weight = if load.weight == 1.0 {
+                    String::new()
+                } else {
+                    format!(" × weight {}", load.weight)
+                };
+                format!(
+                    "{} {} tokens in {} requests{weight}",
+                    load.name, load.tokens, load.requests
+                )
             })
             .collect();
         let _ = writeln!(out, "  load before   {}", loads.join(" · "));
     }
     if record.candidates < record.endpoints {
-        let _ =
-            writeln!(out, "  candidates    {} of {} endpoints", record.candidates, record.endpoints);
+        let _ = writeln!(
+            out,
+            "  candidates    {} of {} endpoints",
+            record.candidates, record.endpoints
+        );
     }
     for (i, step) in (1..).zip(&record.steps) {
         let _ = writeln!(out, "  {i:>2}. {}", step.text);
@@ -160,7 +170,8 @@ pub fn render(record: &pb::Record) -> String {
 /// Writes an outcome in one line.
 #[must_use]
 pub fn render_outcome(outcome: &pb::Outcome) -> String {
-    let mut line = outcome.status.map_or_else(|| "no answer".to_owned(), |status| status.to_string());
+    let mut line =
+        outcome.status.map_or_else(|| "no answer".to_owned(), |status| status.to_string());
     if outcome.ending != "complete" {
         let _ = write!(line, " ({})", outcome.ending);
     }
@@ -169,8 +180,9 @@ pub fn render_outcome(outcome: &pb::Outcome) -> String {
     }
     let _ = write!(line, ", {} ms in all", outcome.duration_ms);
     if let Some(prompt) = outcome.prompt_tokens {
-        let cached =
-            outcome.cached_tokens.map_or_else(String::new, |cached| format!(", {cached} of them cached"));
+        let cached = outcome
+            .cached_tokens
+            .map_or_else(String::new, |cached| format!(", {cached} of them cached"));
         let _ = write!(line, ", prompt {prompt} tokens{cached}");
     }
     line
@@ -181,13 +193,17 @@ fn estimate_note(record: &pb::Record) -> String {
         (false, _) => String::new(),
         (true, 0) => format!(" (estimated, {} a byte)", record.tokens_per_byte),
         (true, answers) => {
-            format!(" (estimated, {} a byte from {answers} answers)", (record.tokens_per_byte * 1000.0).round() / 1000.0)
+            format!(
+                " (estimated, {} a byte from {answers} answers)",
+                (record.tokens_per_byte * 1000.0).round() / 1000.0
+            )
         }
     }
 }
 
 fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
-    let named = |step: &str, text: String| pb::Step { step: step.to_owned(), text, ..pb::Step::default() };
+    let named =
+        |step: &str, text: String| pb::Step { step: step.to_owned(), text, ..pb::Step::default() };
     match step {
         Step::Remembered { endpoint, cached, home } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
@@ -200,7 +216,9 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 ),
             )
         },
-        Step::NotRemembered => named("placement", "placement memory: none, a new conversation".to_owned()),
+        Step::NotRemembered => {
+            named("placement", "placement memory: none, a new conversation".to_owned())
+        }
         Step::MemoryOff => named("placement", "placement memory: off".to_owned()),
         Step::Cost { endpoint, new_tokens, max_tokens, cost, unit } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
@@ -210,7 +228,9 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
             ..named(
                 "cost",
                 match unit {
-                    crate::scheduling::Unit::Requests => format!("cost on {}: 1 request", name(*endpoint)),
+                    crate::scheduling::Unit::Requests => {
+                        format!("cost on {}: 1 request", name(*endpoint))
+                    }
                     crate::scheduling::Unit::Tokens => format!(
                         "cost on {}: {new_tokens} new + {max_tokens} to generate = {cost} tokens",
                         name(*endpoint)
@@ -239,14 +259,21 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
             cap: Some(tenth(*cap)),
             ..named(
                 "long",
-                format!("long stickiness: a long cached conversation, cap {} (long ε = {long_epsilon})", tenth(*cap)),
+                format!(
+                    "long stickiness: a long cached conversation, cap {} (long ε = {long_epsilon})",
+                    tenth(*cap)
+                ),
             )
         },
         Step::LongTooShort { prompt_tokens, threshold } => named(
             "long",
-            format!("long stickiness: no, the prompt of {prompt_tokens} tokens is under the threshold of {threshold}"),
+            format!(
+                "long stickiness: no, the prompt of {prompt_tokens} tokens is under the threshold of {threshold}"
+            ),
         ),
-        Step::LongNotCached => named("long", "long stickiness: no, nothing is known to be cached".to_owned()),
+        Step::LongNotCached => {
+            named("long", "long stickiness: no, nothing is known to be cached".to_owned())
+        }
         Step::LongOff => named("long", "long stickiness: off".to_owned()),
         Step::Tested { endpoint, load, cost, cap, verdict } => {
             let (sign, word, verdict) = match verdict {
@@ -274,13 +301,23 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
         Step::AllOver { endpoint, load } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
             load: Some(*load),
-            ..named("all-over", format!("all are over their cap → least loaded: {} with {load}", name(*endpoint)))
+            ..named(
+                "all-over",
+                format!("all are over their cap → least loaded: {} with {load}", name(*endpoint)),
+            )
         },
         Step::Least { endpoint, load, unit } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
             load: Some(*load),
             unit: Some(unit.as_str().to_owned()),
-            ..named("least-loaded", format!("least loaded for its weight: {} with {load} {}", name(*endpoint), unit.as_str()))
+            ..named(
+                "least-loaded",
+                format!(
+                    "least loaded for its weight: {} with {load} {}",
+                    name(*endpoint),
+                    unit.as_str()
+                ),
+            )
         },
         Step::Ring { endpoint } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),

@@ -99,7 +99,11 @@ impl Metrics {
         registry.register("decisions", "Picks by reason", m.decisions.clone());
         registry.register("rejections", "Requests turned away by reason", m.rejections.clone());
         registry.register("outcomes", "Requests that ended", m.outcomes.clone());
-        registry.register("unread_bodies", "Bodies routed without being read whole", m.unread_bodies.clone());
+        registry.register(
+            "unread_bodies",
+            "Bodies routed without being read whole",
+            m.unread_bodies.clone(),
+        );
         registry.register(
             "early_decisions",
             "Picks made before the whole body had come",
@@ -110,7 +114,11 @@ impl Metrics {
             "Body messages ignored since they came after the body's end",
             m.duplicate_body_messages.clone(),
         );
-        registry.register("pool_errors", "Changes of membership that were refused", m.pool_errors.clone());
+        registry.register(
+            "pool_errors",
+            "Changes of membership that were refused",
+            m.pool_errors.clone(),
+        );
         registry.register("streams", "ext_proc streams open now", m.streams.clone());
         registry.register_with_unit(
             "held_body",
@@ -121,11 +129,34 @@ impl Metrics {
         let seconds = |registry: &mut Registry, name: &str, help: &str, histogram: &Histogram| {
             registry.register_with_unit(name, help, Unit::Seconds, histogram.clone());
         };
-        seconds(&mut registry, "decision", "From the end of the body to the pick", &m.decision_seconds);
-        seconds(&mut registry, "ttft", "From the request's headers to the first token", &m.ttft_seconds);
-        seconds(&mut registry, "request", "From the request's headers to the answer's end", &m.duration_seconds);
-        registry.register("prompt_tokens", "Prompt tokens, as engines counted them", m.prompt_tokens.clone());
-        registry.register("cached_tokens", "Prompt tokens that engines found cached", m.cached_tokens.clone());
+        seconds(
+            &mut registry,
+            "decision",
+            "From the end of the body to the pick",
+            &m.decision_seconds,
+        );
+        seconds(
+            &mut registry,
+            "ttft",
+            "From the request's headers to the first token",
+            &m.ttft_seconds,
+        );
+        seconds(
+            &mut registry,
+            "request",
+            "From the request's headers to the answer's end",
+            &m.duration_seconds,
+        );
+        registry.register(
+            "prompt_tokens",
+            "Prompt tokens, as engines counted them",
+            m.prompt_tokens.clone(),
+        );
+        registry.register(
+            "cached_tokens",
+            "Prompt tokens that engines found cached",
+            m.cached_tokens.clone(),
+        );
         registry.register(
             "expected_cached_tokens",
             "Prompt tokens believed to be cached where the request went",
@@ -159,13 +190,19 @@ impl prometheus_client::collector::Collector for PoolCollector {
             Ok::<_, std::fmt::Error>(())
         };
         family("endpoint_requests", "Requests in flight on the endpoint", &|i| loads[i].requests)?;
-        family("endpoint_tokens", "Tokens of work in flight on the endpoint", &|i| loads[i].tokens)?;
+        family("endpoint_tokens", "Tokens of work in flight on the endpoint", &|i| {
+            loads[i].tokens
+        })?;
         let mut gauge = |name: &str, help: &str, value: usize| {
             let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
             ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX)).encode(metric)
         };
         gauge("endpoints", "Endpoints that may be picked", loads.len())?;
-        gauge("remembered_conversations", "Conversations in placement memory", self.0.remembered())?;
+        gauge(
+            "remembered_conversations",
+            "Conversations in placement memory",
+            self.0.remembered(),
+        )?;
         let metric = encoder.encode_descriptor(
             "pool_version",
             "Changes of membership taken over",

@@ -1,4 +1,7 @@
-#![allow(clippy::disallowed_methods, reason = "records carry the wall-clock time of their decision")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "records carry the wall-clock time of their decision"
+)]
 //! Watches requests from their decision to their end, and tells the log, the metrics, the spans and the watchers.
 
 use std::io::Write as _;
@@ -101,7 +104,13 @@ impl Observer {
     }
 
     /// Notes that a request was turned away.
-    pub fn rejected(&self, observation: &mut Observation, why: &'static str, text: &str, request_id: &str) {
+    pub fn rejected(
+        &self,
+        observation: &mut Observation,
+        why: &'static str,
+        text: &str,
+        request_id: &str,
+    ) {
         self.metrics.rejections.get_or_create(&Why { reason: why }).inc();
         if let Some(span) = &mut observation.span {
             span.rejected(why);
@@ -135,8 +144,10 @@ impl Observer {
     pub fn ended(&self, observation: Observation, outcome: &Outcome, now: Instant) {
         let Observation { started, ttft, expected_cached, record, span } = observation;
         let metrics = &self.metrics;
-        let ended =
-            Ended { ending: explain::ending_name(outcome.ending), status: status_class(outcome.status) };
+        let ended = Ended {
+            ending: explain::ending_name(outcome.ending),
+            status: status_class(outcome.status),
+        };
         metrics.outcomes.get_or_create(&ended).inc();
         metrics.duration_seconds.observe((now - started).as_secs_f64());
         if let Some(prompt) = outcome.usage.prompt_tokens {
@@ -174,7 +185,8 @@ fn log(format: LogFormat, record: &pb::Record) {
         message: &'static str,
         decision: &'a pb::Record,
     }
-    let line = Line { timestamp: &record.time, level: "INFO", message: "decision", decision: record };
+    let line =
+        Line { timestamp: &record.time, level: "INFO", message: "decision", decision: record };
     let text = match format {
         LogFormat::Json => serde_json::to_string(&line).map(|text| text + "\n"),
         LogFormat::Human => Ok(format!("{}  {}", record.time, explain::render(record))),

@@ -50,9 +50,9 @@ impl Tracing {
     /// Starts the span of a request whose caller sent this W3C `traceparent`.
     #[must_use]
     pub fn start(&self, traceparent: Option<&str>, at: SystemTime) -> RequestSpan {
-        let parent = traceparent.and_then(parse_traceparent).map_or_else(Context::new, |context| {
-            Context::new().with_remote_span_context(context)
-        });
+        let parent = traceparent
+            .and_then(parse_traceparent)
+            .map_or_else(Context::new, |context| Context::new().with_remote_span_context(context));
         let span = self
             .tracer
             .span_builder("llm_ring.exchange")
@@ -87,7 +87,12 @@ impl RequestSpan {
     #[must_use]
     pub fn traceparent(&self) -> String {
         let context = self.span.span_context();
-        format!("00-{}-{}-{:02x}", context.trace_id(), context.span_id(), context.trace_flags().to_u8())
+        format!(
+            "00-{}-{}-{:02x}",
+            context.trace_id(),
+            context.span_id(),
+            context.trace_flags().to_u8()
+        )
     }
 
     /// Notes the decision, and how long it took.
@@ -116,7 +121,8 @@ impl RequestSpan {
             KeyValue::new("gen_ai.request.model", record.model.clone()),
         ]);
         if let Some(conversation) = &record.conversation {
-            self.span.set_attribute(KeyValue::new("llm_ring.conversation", conversation.id.clone()));
+            self.span
+                .set_attribute(KeyValue::new("llm_ring.conversation", conversation.id.clone()));
         }
     }
 
@@ -155,8 +161,14 @@ impl RequestSpan {
 /// Reads `00-<trace id>-<span id>-<flags>` (W3C Trace Context); anything else is no parent.
 fn parse_traceparent(text: &str) -> Option<SpanContext> {
     let mut parts = text.trim().split('-');
-    let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
-    if version.len() != 2 || version == "ff" || trace.len() != 32 || span.len() != 16 || flags.len() != 2 {
+    let (version, trace, span, flags) =
+        (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+    if version.len() != 2
+        || version == "ff"
+        || trace.len() != 32
+        || span.len() != 16
+        || flags.len() != 2
+    {
         return None;
     }
     let context = SpanContext::new(

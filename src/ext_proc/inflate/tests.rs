@@ -79,11 +79,7 @@ fn the_limit_lets_its_own_length_pass_and_not_a_byte_more() {
         ] {
             let body = encode(coding, &vec![b'x'; length]);
             let (seen, decoded) = decode(coding, 100, &body, 7);
-            assert_eq!(
-                (seen, decoded.len()),
-                (stopped, length.min(100)),
-                "{coding} of {length}"
-            );
+            assert_eq!((seen, decoded.len()), (stopped, length.min(100)), "{coding} of {length}");
         }
     }
 }
@@ -93,11 +89,7 @@ fn a_bomb_stops_at_the_limit() {
     let bomb = vec![0; 50_000_000];
     for coding in ["gzip", "deflate", "zstd"] {
         let (stopped, decoded) = decode(coding, 1000, &encode(coding, &bomb), 65536);
-        assert_eq!(
-            (stopped, decoded.len()),
-            (Some(Stopped::TooLarge), 1000),
-            "{coding}"
-        );
+        assert_eq!((stopped, decoded.len()), (Some(Stopped::TooLarge), 1000), "{coding}");
     }
 }
 
@@ -129,11 +121,7 @@ fn too_large_a_zstd_window_is_refused() {
         encoder.window_log(log).unwrap();
         encoder.write_all(b"hello").unwrap();
         let body = encoder.finish().unwrap();
-        assert_eq!(
-            decode("zstd", 100, &body, 100).0,
-            stopped,
-            "window log {log}"
-        );
+        assert_eq!(decode("zstd", 100, &body, 100).0, stopped, "window log {log}");
     }
 }
 

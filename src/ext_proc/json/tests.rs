@@ -81,11 +81,7 @@ fn build(chunks: &[&[u8]]) -> (Status, Builder) {
 fn check(document: impl AsRef<[u8]>, status: Status, value: Option<Value>) {
     let document = document.as_ref();
     let (seen, builder) = build(&[document]);
-    assert_eq!(
-        (seen, builder.done),
-        (status, value.clone()),
-        "in one chunk"
-    );
+    assert_eq!((seen, builder.done), (status, value.clone()), "in one chunk");
     let bytes: Vec<&[u8]> = document.chunks(1).collect();
     let (seen, builder) = build(&bytes);
     assert_eq!((seen, builder.done), (status, value), "byte by byte");
@@ -103,11 +99,7 @@ fn a_document_is_read_whatever_its_form() {
         Status::Complete,
         Some(json!({"a": [1, {"b": null}, "c"], "d": true})),
     );
-    check(
-        b"\xef\xbb\xbf{\"a\":1}",
-        Status::Complete,
-        Some(json!({"a": 1})),
-    );
+    check(b"\xef\xbb\xbf{\"a\":1}", Status::Complete, Some(json!({"a": 1})));
     check(
         r#"{"mod\u0065l":"\"\\\/\b\f\n\r\t"}"#,
         Status::Complete,
@@ -123,16 +115,7 @@ fn a_document_is_read_whatever_its_form() {
 #[test]
 fn a_broken_document_is_malformed_and_a_short_one_is_not() {
     use serde_json::json;
-    for document in [
-        "",
-        " ",
-        "{",
-        "[1",
-        "[1,",
-        r#"{"a"#,
-        r#"{"a":"\ud8"#,
-        "\u{feff}",
-    ] {
+    for document in ["", " ", "{", "[1", "[1,", r#"{"a"#, r#"{"a":"\ud8"#, "\u{feff}"] {
         check(document, Status::Running, None);
     }
     for document in [
@@ -216,28 +199,16 @@ fn depth_costs_nothing_and_the_rest_is_still_read() {
         assert!(builder.open.capacity() <= 256);
     }
     let (status, builder) = build(&["{\"a\":".repeat(100_000).as_bytes()]);
-    assert_eq!(
-        (status, builder.open.len()),
-        (Status::Running, VISIBLE_DEPTH)
-    );
+    assert_eq!((status, builder.open.len()), (Status::Running, VISIBLE_DEPTH));
 }
 
 #[test]
 fn long_names_and_words_are_cut() {
     let long = "n".repeat(1000);
-    for document in [
-        format!(r#"{{"{long}":{long}}}"#),
-        format!(r#"{{"\u006e{long}":{long}}}"#),
-    ] {
+    for document in [format!(r#"{{"{long}":{long}}}"#), format!(r#"{{"\u006e{long}":{long}}}"#)] {
         let (status, builder) = build(&[document.as_bytes()]);
-        assert_eq!(
-            (status, builder.longest_name),
-            (Status::Complete, HELD_BYTES)
-        );
-        assert_eq!(
-            builder.done.unwrap()[&long[..HELD_BYTES]],
-            long[..HELD_BYTES]
-        );
+        assert_eq!((status, builder.longest_name), (Status::Complete, HELD_BYTES));
+        assert_eq!(builder.done.unwrap()[&long[..HELD_BYTES]], long[..HELD_BYTES]);
     }
 }
 
@@ -291,17 +262,10 @@ fn json() -> impl Strategy<Value = Value> {
 fn escaped(document: &str) -> String {
     let escape = |character: char| {
         let units: Vec<u16> = character.encode_utf16(&mut [0; 2]).to_vec();
-        units
-            .iter()
-            .map(|unit| format!("\\u{unit:04x}"))
-            .collect::<String>()
+        units.iter().map(|unit| format!("\\u{unit:04x}")).collect::<String>()
     };
     let each = |character: char| {
-        if character.is_ascii() {
-            character.to_string()
-        } else {
-            escape(character)
-        }
+        if character.is_ascii() { character.to_string() } else { escape(character) }
     };
     document.chars().map(each).collect()
 }

@@ -1,4 +1,4 @@
-use std::io::Write;
+use std::io::Write as _;
 
 use proptest::prelude::*;
 
@@ -34,10 +34,7 @@ fn check(content_type: &str, body: &str, expected: &Usage) {
 
 /// Frames each document as an event.
 fn events(documents: &[&str]) -> String {
-    documents
-        .iter()
-        .map(|document| format!("data: {document}\n\n"))
-        .collect()
+    documents.iter().map(|document| format!("data: {document}\n\n")).collect()
 }
 
 const CHAT_ROLE: &str = r#"{"choices":[{"finish_reason":null,"index":0,"delta":{"role":"assistant","content":null}}],"created":1796005575,"id":"chatcmpl-TwAc","model":"tiny","system_fingerprint":"b0-unknown","object":"chat.completion.chunk"}"#;
@@ -71,46 +68,24 @@ fn usage_is_read_from_a_whole_answer() {
         r#"{"usage":{"prompt_tokens":1}}"#,
         &tokens(Some(1), None, None),
     );
-    check(
-        "text/plain",
-        r#"{"usage":{"prompt_tokens":1}}"#,
-        &tokens(None, None, None),
-    );
-    check(
-        "",
-        r#"{"usage":{"prompt_tokens":1}}"#,
-        &tokens(None, None, None),
-    );
+    check("text/plain", r#"{"usage":{"prompt_tokens":1}}"#, &tokens(None, None, None));
+    check("", r#"{"usage":{"prompt_tokens":1}}"#, &tokens(None, None, None));
 }
 
 #[test]
 fn only_a_response_object_gives_its_id() {
-    let stored = |id: Option<&str>| Usage {
-        response_id: id.map(str::to_owned),
-        ..tokens(None, None, None)
-    };
-    check(
-        JSON,
-        r#"{"id":"resp_1","object":"response"}"#,
-        &stored(Some("resp_1")),
-    );
+    let stored =
+        |id: Option<&str>| Usage { response_id: id.map(str::to_owned), ..tokens(None, None, None) };
+    check(JSON, r#"{"id":"resp_1","object":"response"}"#, &stored(Some("resp_1")));
     check(
         JSON,
         r#"{"object":"response","output":[{"id":"msg_1","object":"x"}],"id":"resp_1"}"#,
         &stored(Some("resp_1")),
     );
-    check(
-        JSON,
-        r#"{"id":"chatcmpl-1","object":"chat.completion"}"#,
-        &stored(None),
-    );
+    check(JSON, r#"{"id":"chatcmpl-1","object":"chat.completion"}"#, &stored(None));
     check(JSON, r#"{"id":"resp_1"}"#, &stored(None));
     check(JSON, r#"{"id":7,"object":"response"}"#, &stored(None));
-    check(
-        JSON,
-        &format!(r#"{{"id":"{}","object":"response"}}"#, "x".repeat(513)),
-        &stored(None),
-    );
+    check(JSON, &format!(r#"{{"id":"{}","object":"response"}}"#, "x".repeat(513)), &stored(None));
     check(
         EVENTS,
         &events(&[
@@ -127,16 +102,8 @@ fn usage_is_read_from_a_stream() {
         &events(&[CHAT_ROLE, CHAT_TEXT, CHAT_STOP, CHAT_USAGE, "[DONE]"]),
         &tokens(Some(16), Some(3), Some(5)),
     );
-    check(
-        EVENTS,
-        &events(&[LLAMA_TEXT, LLAMA_LAST]),
-        &tokens(Some(6), Some(2), Some(5)),
-    );
-    check(
-        EVENTS,
-        &events(&[PROGRESS]),
-        &tokens(Some(15), Some(0), Some(15)),
-    );
+    check(EVENTS, &events(&[LLAMA_TEXT, LLAMA_LAST]), &tokens(Some(6), Some(2), Some(5)));
+    check(EVENTS, &events(&[PROGRESS]), &tokens(Some(15), Some(0), Some(15)));
     check(
         EVENTS,
         &events(&[
@@ -157,10 +124,7 @@ fn usage_is_read_from_a_stream() {
     check(
         EVENTS,
         &events(&[completed]),
-        &Usage {
-            response_id: Some("resp_1".to_owned()),
-            ..tokens(Some(9), Some(3), Some(8))
-        },
+        &Usage { response_id: Some("resp_1".to_owned()), ..tokens(Some(9), Some(3), Some(8)) },
     );
 }
 
@@ -227,52 +191,25 @@ fn the_first_token_is_the_first_generated_text() {
             assert_eq!(seen, expected, "{documents:?}");
         }
     };
+    check(&[CHAT_ROLE, PROGRESS, CHAT_STOP, CHAT_USAGE, "[DONE]"], false);
     check(
-        &[CHAT_ROLE, PROGRESS, CHAT_STOP, CHAT_USAGE, "[DONE]"],
+        &[r#"{"type":"ping"}"#, r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#],
         false,
     );
-    check(
-        &[
-            r#"{"type":"ping"}"#,
-            r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#,
-        ],
-        false,
-    );
-    check(
-        &[
-            r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"}}"#,
-            LLAMA_LAST,
-        ],
-        false,
-    );
-    check(
-        &[r#"{"choices":[{"delta":{"tool_calls":[]}}],"error":"content"}"#],
-        false,
-    );
-    check(
-        &[r#"{"type":"response.output_text.delta","delta":""}"#],
-        false,
-    );
+    check(&[r#"{"type":"message_delta","delta":{"stop_reason":"end_turn"}}"#, LLAMA_LAST], false);
+    check(&[r#"{"choices":[{"delta":{"tool_calls":[]}}],"error":"content"}"#], false);
+    check(&[r#"{"type":"response.output_text.delta","delta":""}"#], false);
     check(&[CHAT_TEXT], true);
     check(&[LLAMA_TEXT], true);
     check(&[r#"{"choices":[{"text":"x"}]}"#], true);
     check(&[r#"{"choices":[{"delta":{"reasoning":"x"}}]}"#], true);
-    check(
-        &[r#"{"choices":[{"delta":{"reasoning_content":"x"}}]}"#],
-        true,
-    );
+    check(&[r#"{"choices":[{"delta":{"reasoning_content":"x"}}]}"#], true);
     check(
         &[r#"{"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"name":"f"}}]}}]}"#],
         true,
     );
-    check(
-        &[r#"{"type":"response.output_text.delta","delta":"x"}"#],
-        true,
-    );
-    check(
-        &[r#"{"type":"content_block_delta","delta":{"type":"text_delta","text":"x"}}"#],
-        true,
-    );
+    check(&[r#"{"type":"response.output_text.delta","delta":"x"}"#], true);
+    check(&[r#"{"type":"content_block_delta","delta":{"type":"text_delta","text":"x"}}"#], true);
     check(
         &[
             r#"{"type":"content_block_delta","delta":{"type":"input_json_delta","partial_json":"{"}}"#,
@@ -283,17 +220,11 @@ fn the_first_token_is_the_first_generated_text() {
 
 #[test]
 fn where_text_cannot_be_told_any_byte_is_the_first_token() {
-    for (content_type, encoding) in [
-        (JSON, None),
-        ("text/vtt", None),
-        (EVENTS, Some(b"br".as_slice())),
-        (JSON, Some(b"br")),
-    ] {
+    for (content_type, encoding) in
+        [(JSON, None), ("text/vtt", None), (EVENTS, Some(b"br".as_slice())), (JSON, Some(b"br"))]
+    {
         assert!(!read(content_type, encoding, b"", 1).0);
-        assert_eq!(
-            read(content_type, encoding, b" ", 1),
-            (true, tokens(None, None, None))
-        );
+        assert_eq!(read(content_type, encoding, b" ", 1), (true, tokens(None, None, None)));
     }
 }
 
@@ -312,24 +243,15 @@ fn a_compressed_answer_is_read_on_the_side() {
         assert_eq!(read(EVENTS, Some(b"gzip"), &gzip(&body), chunk), whole);
         assert_eq!(read(EVENTS, Some(b"zstd"), &zstd, chunk), whole);
     }
-    assert_eq!(
-        read(EVENTS, Some(b"gzip"), body.as_bytes(), 50),
-        (true, tokens(None, None, None))
-    );
+    assert_eq!(read(EVENTS, Some(b"gzip"), body.as_bytes(), 50), (true, tokens(None, None, None)));
 }
 
 #[test]
 fn a_count_that_grows_is_unknown_once_the_answer_is_too_long_to_follow() {
     let usage = r#"{"usage":{"prompt_tokens":4,"completion_tokens":1}}"#;
     let body = events(&[usage, &format!(r#"{{"x":"{}"}}"#, "x".repeat(2 << 20))]);
-    assert_eq!(
-        read(EVENTS, Some(b"gzip"), &gzip(&body), 4096).1,
-        tokens(Some(4), None, None)
-    );
-    assert_eq!(
-        read(EVENTS, None, body.as_bytes(), 4096).1,
-        tokens(Some(4), Some(1), None)
-    );
+    assert_eq!(read(EVENTS, Some(b"gzip"), &gzip(&body), 4096).1, tokens(Some(4), None, None));
+    assert_eq!(read(EVENTS, None, body.as_bytes(), 4096).1, tokens(Some(4), Some(1), None));
 }
 
 proptest! {

@@ -45,7 +45,9 @@ impl TryFrom<f64> for Slack {
         if epsilon.is_finite() && epsilon > 0.0 {
             Ok(Self(epsilon))
         } else {
-            Err(format!("epsilon is a finite number above 0 (0.25 allows a quarter over the average), not {epsilon}"))
+            Err(format!(
+                "epsilon is a finite number above 0 (0.25 allows a quarter over the average), not {epsilon}"
+            ))
         }
     }
 }
@@ -151,7 +153,8 @@ impl Bound {
 /// Takes the least loaded candidate when none has room; equal ones in the order of the ring.
 pub(super) fn least_loaded(cx: &Cx<'_>, unit: Unit, trace: &mut Trace) -> Choice {
     let order: Vec<u32> = cx.ring_order().collect();
-    let place = |slot: u32| order.iter().position(|&other| other == slot).unwrap_or(usize::MAX) as u64;
+    let place =
+        |slot: u32| order.iter().position(|&other| other == slot).unwrap_or(usize::MAX) as u64;
     let slot = cx.least_loaded(unit, place);
     trace.steps.push(Step::AllOver { endpoint: slot, load: cx.load(slot, unit) });
     plain(slot, Reason::FallbackLeastLoaded)

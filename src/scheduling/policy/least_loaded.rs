@@ -22,7 +22,11 @@ impl Default for LeastLoaded {
 impl Policy for LeastLoaded {
     fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
         let slot = cx.least_loaded(self.load, |slot| cx.chance(slot));
-        trace.steps.push(Step::Least { endpoint: slot, load: cx.load(slot, self.load), unit: self.load });
+        trace.steps.push(Step::Least {
+            endpoint: slot,
+            load: cx.load(slot, self.load),
+            unit: self.load,
+        });
         plain(slot, Reason::LeastLoaded)
     }
 

@@ -106,22 +106,31 @@ impl Policy for LlmAware {
                 Step::Remembered { endpoint: slot, cached: placed.cached(), home: slot == home }
             }
         });
-        let (preferred, cached) = remembered.map_or((home, 0), |(slot, placed)| (slot, placed.cached()));
+        let (preferred, cached) =
+            remembered.map_or((home, 0), |(slot, placed)| (slot, placed.cached()));
         let new_tokens = cx.prompt_tokens.saturating_sub(cached).max(1);
         let cost = self.cost(new_tokens, cx.max_tokens);
-        trace.steps.push(Step::Cost { endpoint: preferred, new_tokens, max_tokens: cx.max_tokens, cost, unit });
+        trace.steps.push(Step::Cost {
+            endpoint: preferred,
+            new_tokens,
+            max_tokens: cx.max_tokens,
+            cost,
+            unit,
+        });
 
         let bound = Bound::new(cx, unit, cost, self.epsilon);
         trace.steps.push(bound.step());
         let weight = cx.relative_weight(preferred);
         let normal_cap = bound.cap(weight);
-        let cap = self.long_cap(cx, remembered.is_some(), cost, unit, trace).map_or(normal_cap, |cap| cap * weight);
+        let cap = self
+            .long_cap(cx, remembered.is_some(), cost, unit, trace)
+            .map_or(normal_cap, |cap| cap * weight);
 
         let verdict = bound.verdict(cx, preferred, cap, trace);
         if verdict != Verdict::Over {
             #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
-            let over_normal =
-                verdict == Verdict::Fits && cx.load(preferred, unit).saturating_add(cost) as f64 > normal_cap;
+            let over_normal = verdict == Verdict::Fits
+                && cx.load(preferred, unit).saturating_add(cost) as f64 > normal_cap;
             let reason = match (preferred == home, over_normal) {
                 (true, false) => Reason::Home,
                 (true, true) => Reason::HomeLong,
@@ -133,7 +142,10 @@ impl Policy for LlmAware {
 
         // Nothing is cached anywhere else, so every other endpoint has the full cost.
         let bound = Bound::new(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.epsilon);
-        let slot = cx.ring_order().filter(|&slot| slot != preferred).find(|&slot| bound.test(cx, slot, trace));
+        let slot = cx
+            .ring_order()
+            .filter(|&slot| slot != preferred)
+            .find(|&slot| bound.test(cx, slot, trace));
         match slot {
             Some(slot) => super::plain(slot, Reason::Overflow),
             None => {
@@ -150,7 +162,14 @@ impl LlmAware {
     }
 
     /// Returns the cap of a long cached conversation, or `None` where the normal one holds, and says why.
-    fn long_cap(&self, cx: &Cx<'_>, remembered: bool, cost: u64, unit: Unit, trace: &mut Trace) -> Option<f64> {
+    fn long_cap(
+        &self,
+        cx: &Cx<'_>,
+        remembered: bool,
+        cost: u64,
+        unit: Unit,
+        trace: &mut Trace,
+    ) -> Option<f64> {
         // Without a memory nothing is known, and home is where the cache most likely is.
         let cache_likely = remembered || !self.placement_memory;
         let (step, cap) = if !self.long_stickiness {

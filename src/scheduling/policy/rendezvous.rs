@@ -23,7 +23,10 @@ impl Default for Rendezvous {
 
 impl Policy for Rendezvous {
     fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
-        let ranked = cx.pool.rendezvous().top(cx.key, self.choices.get(), |slot| cx.candidates.contains(slot));
+        let ranked = cx
+            .pool
+            .rendezvous()
+            .top(cx.key, self.choices.get(), |slot| cx.candidates.contains(slot));
         #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
         let relative = |slot: u32| cx.load(slot, self.load) as f64 / cx.pool.endpoint(slot).weight;
         // The first of equal ones wins: min_by keeps the earlier.
