@@ -744,3 +744,6 @@ fn string(value: &Value) -> Option<&str> {
         | Kind::ListValue(_) => None,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -78,10 +78,10 @@ impl Why {
     /// A metric label.
     pub(crate) const fn as_str(self) -> &'static str {
         match self {
-            Self::NotJson => "not_json",
+            Self::NotJson => "not-json",
             Self::Malformed => "malformed",
             Self::Encoding => "encoding",
-            Self::TooLarge => "too_large",
+            Self::TooLarge => "too-large",
             Self::Corrupt => "corrupt",
         }
     }

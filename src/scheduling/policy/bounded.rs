@@ -112,7 +112,8 @@ impl Bound {
     pub(super) fn cap(&self, weight: f64) -> f64 {
         let cap = (1.0 + self.epsilon) * self.average * weight;
         match self.unit {
-            Unit::Requests => cap.ceil(),
+            // A cap of 5 that arithmetic made 5.000000001 is 5.
+            Unit::Requests => (cap - 1e-6).ceil(),
             Unit::Tokens => cap,
         }
     }
