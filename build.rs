@@ -24,13 +24,16 @@ const OPTIONAL: [&str; 20] = [
     "WatchReply.record",
 ];
 /// Texts that are absent from JSON when they are empty.
-const EMPTY: [&str; 5] = ["Record.request_id", "Record.trace_id", "Record.refusal", "Record.model", "Record.body"];
+const EMPTY: [&str; 5] =
+    ["Record.request_id", "Record.trace_id", "Record.refusal", "Record.model", "Record.body"];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(["llmring/v1/decisions.proto"], ["proto"])?;
-    let mut build = tonic_prost_build::configure()
-        .type_attribute(".", "#[derive(serde::Serialize, serde::Deserialize)] #[serde(default, deny_unknown_fields)]");
+    let mut build = tonic_prost_build::configure().type_attribute(
+        ".",
+        "#[derive(serde::Serialize, serde::Deserialize)] #[serde(default, deny_unknown_fields)]",
+    );
     for field in OPTIONAL {
         build = build.field_attribute(
             format!("llmring.v1.{field}"),

@@ -80,7 +80,7 @@ impl Certificate {
                     tracing::info!(cert = %cert.display(), "certificate reloaded");
                 }
                 Err(error) => {
-                    tracing::warn!(error = format!("{error:#}"), "the certificate in use stays")
+                    tracing::warn!(error = format!("{error:#}"), "the certificate in use stays");
                 }
             }
         }

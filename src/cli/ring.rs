@@ -159,7 +159,6 @@ fn report(members: &[Named], points: u32, keys: u32, ids: &[String]) -> Report {
 }
 
 /// Counts the keys that change their endpoint between two memberships, under three ways of hashing.
-#[expect(clippy::cast_precision_loss, reason = "counts of keys and endpoints")]
 fn moved(before: &[Named], after: &[Named], points: u32, keys: u32) -> Moved {
     let rings = [before, after].map(|members| HashRing::new(borrowed(members), points));
     let rendezvous = [before, after].map(|members| Rendezvous::new(borrowed(members)));

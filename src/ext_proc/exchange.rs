@@ -20,6 +20,9 @@ use super::response::ResponseReader;
 use crate::pool::{Conversation, Ending, InferenceRequest, KeySource, Outcome, PromptSize};
 use crate::scheduling::Refusal;
 
+/// The key under which Envoy sends attributes.
+const ATTRIBUTES: &str = "envoy.filters.http.ext_proc";
+
 /// What an exchange needs to know.
 #[derive(Debug, Clone)]
 pub struct ExchangeSettings {
@@ -259,8 +262,10 @@ impl Exchange {
             Some(Request::RequestBody(body)) => self.on_request_body(body),
             Some(Request::RequestTrailers(_)) => self.on_request_trailers(),
             Some(Request::ResponseHeaders(headers)) => {
-                let served =
-                    served_endpoint(message.metadata_context.as_ref(), message.attributes.values());
+                let served = served_endpoint(
+                    message.metadata_context.as_ref(),
+                    message.attributes.get(ATTRIBUTES),
+                );
                 self.on_response_headers(&headers, served);
             }
             Some(Request::ResponseBody(body)) => self.on_response_body(body),
@@ -276,7 +281,7 @@ impl Exchange {
     pub fn on_half_close(&mut self) {
         match &self.phase {
             Phase::Gathering(_) if self.envoy => {
-                self.effects.push_back(Effect::Close(Close::Truncated))
+                self.effects.push_back(Effect::Close(Close::Truncated));
             }
             Phase::Gathering(_) => {
                 self.decide(BodyEnd::Chunk);
@@ -368,7 +373,7 @@ impl Exchange {
                 "content-encoding" => encoding = Some(value),
                 "content-length" => {
                     head.content_length =
-                        std::str::from_utf8(value).ok().and_then(|v| v.parse().ok())
+                        std::str::from_utf8(value).ok().and_then(|v| v.parse().ok());
                 }
                 "x-request-id" => head.request.id = text(value),
                 "traceparent" => head.traceparent = Some(text(value)),
@@ -430,7 +435,7 @@ impl Exchange {
                 match self.modes.request {
                     Mode::Duplex => self.echo(Side::Request, vec![body.body], body.end_of_stream),
                     Mode::Streamed | Mode::Buffered | Mode::None => {
-                        self.send(reply::unchanged(Side::Request))
+                        self.send(reply::unchanged(Side::Request));
                     }
                 }
                 if body.end_of_stream {
@@ -439,7 +444,7 @@ impl Exchange {
             }
             // Envoy 1.35 and later can deliver a large body's last chunk twice; the first one counted.
             Phase::Start | Phase::Deciding(_) | Phase::Answered | Phase::Rejected => {
-                self.duplicates += 1
+                self.duplicates += 1;
             }
         }
     }
@@ -469,7 +474,7 @@ impl Exchange {
             match name {
                 ":status" => {
                     self.answer.status =
-                        std::str::from_utf8(value).ok().and_then(|v| v.parse().ok())
+                        std::str::from_utf8(value).ok().and_then(|v| v.parse().ok());
                 }
                 "content-type" => content_type = Some(value),
                 "content-encoding" => encoding = Some(value),
@@ -510,7 +515,7 @@ impl Exchange {
         match self.modes.response {
             Mode::Duplex => self.echo(Side::Response, vec![body.body], body.end_of_stream),
             Mode::Streamed | Mode::Buffered | Mode::None => {
-                self.send(reply::unchanged(Side::Response))
+                self.send(reply::unchanged(Side::Response));
             }
         }
         if body.end_of_stream {
@@ -720,18 +725,13 @@ fn subset_hint(metadata: Option<&Metadata>) -> Option<Vec<SocketAddr>> {
 }
 
 /// Reads which endpoint Envoy used: the served-endpoint metadata, or the attribute `upstream.address`.
-fn served_endpoint<'a>(
-    metadata: Option<&Metadata>,
-    mut attributes: impl Iterator<Item = &'a Struct>,
-) -> Option<SocketAddr> {
+fn served_endpoint(metadata: Option<&Metadata>, attributes: Option<&Struct>) -> Option<SocketAddr> {
     let served = metadata
         .and_then(|metadata| metadata.filter_metadata.get(reply::LB_NAMESPACE))
         .and_then(|lb| lb.fields.get("x-gateway-destination-endpoint-served"))
+        .or_else(|| attributes?.fields.get("upstream.address"))
         .and_then(string);
-    let served = served.or_else(|| {
-        attributes.find_map(|fields| fields.fields.get("upstream.address").and_then(string))
-    });
-    served.and_then(|address| address.trim().parse().ok())
+    served?.trim().parse().ok()
 }
 
 fn string(value: &Value) -> Option<&str> {

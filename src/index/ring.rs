@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn shares_add_up_and_follow_the_weights() {
         let ring = HashRing::new(
-            [Member { name: "a", weight: 1.0 }, Member { name: "b", weight: 3.0 }].into_iter(),
+            [Member { name: "a", weight: 1.0 }, Member { name: "b", weight: 3.0 }],
             1000,
         );
         let shares = ring.shares();

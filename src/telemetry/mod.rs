@@ -7,16 +7,7 @@ pub mod observer;
 pub mod spans;
 
 /// The messages of `proto/llmring/v1/decisions.proto`, which are also the JSON of the decision log.
-#[expect(
-    clippy::all,
-    clippy::allow_attributes_without_reason,
-    clippy::wildcard_enum_match_arm,
-    clippy::semicolon_if_nothing_returned,
-    clippy::uninlined_format_args,
-    clippy::needless_pass_by_value,
-    unused_qualifications,
-    reason = "generated"
-)]
+#[expect(clippy::allow_attributes_without_reason, unused_qualifications, reason = "generated")]
 pub mod pb {
     tonic::include_proto!("llmring.v1");
 }
