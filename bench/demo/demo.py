@@ -126,22 +126,21 @@ class Progress:
 
 
 def chats_of(a, round_number):
-    count, turns = (9, (2, 3)) if a.quick else (15, (6, 8))
+    count, turns = (9, (2, 3)) if a.quick else (12, (6, 8))
     return [Chat(f"{a.seed}.{round_number}", number, turns) for number in range(count)]
 
 
 def telling_decision(log):
-    """The record of the most telling decision in a picker's log, or None."""
-    best, best_rank = None, len(TELLING)
+    """The record of the most telling decision in a picker's log, of those the one on most tokens; or None."""
+    records = []
     for line in log.read_text(errors="replace").splitlines():
         try:
-            event = json.loads(line)
-        except ValueError:
+            record = json.loads(line).get("decision")
+        except (ValueError, AttributeError):
             continue
-        record = event.get("decision") if isinstance(event, dict) else None
-        if isinstance(record, dict) and record.get("reason") in TELLING[:best_rank]:
-            best, best_rank = record, TELLING.index(record["reason"])
-    return best
+        if record and record.get("reason") in TELLING:
+            records.append(record)
+    return min(records, key=lambda r: (TELLING.index(r["reason"]), -r.get("prompt_tokens", 0)), default=None)
 
 
 def explained(picker, record, folder):
@@ -203,6 +202,8 @@ def compare(a, found, picker):
     )
     pooled, decision = play_all(a, found, picker)
     say(f"\n{report.table(pooled)}\n\n{report.LEGEND}")
+    if a.quick:
+        say("\nToo few requests, by --quick, for the times to mean much.")
     if decision:
         text = explained(picker, decision, a.out)
         say(f"\nOne decision of llm-aware, by `llm-ring explain {shown(a.out / 'decision.json')}`:\n")
@@ -239,17 +240,17 @@ def shown(path):
 def serve(a, found, picker):
     with Stack(found, picker, "llm-aware", a.out / "logs" / "serve") as stack:
         body = '{"model": "tiny", "max_tokens": 24, "messages": [{"role": "user", "content": "Who kept the bridge?"}]}'
-        metrics = f"http://127.0.0.1:{stack.metrics_port}"
+        here = "http://127.0.0.1"
         say(f"""
 Running: {len(stack.engines)} engines, Envoy, llm-ring (policy llm-aware). Ctrl-C ends them.
 
 A chat, and where it went (x-routed-to) and why (x-route-reason):
 
-  curl -si http://127.0.0.1:{stack.http_port}/v1/chat/completions -H 'content-type: application/json' \\
+  curl -si {here}:{stack.http_port}/v1/chat/completions -H 'content-type: application/json' \\
     -H 'x-conversation-id: my-chat' -d '{body}'
 
-Metrics:    {metrics}/metrics
-Watch it:   {shown(picker)} watch {metrics}
+Watch it:   {shown(picker)} watch --address {here}:{stack.health_port}
+Metrics:    {here}:{stack.metrics_port}/metrics
 Decisions:  tail -f {shown(stack.log("llm-ring"))}
 Settings:   {shown(stack.config)}
 """)

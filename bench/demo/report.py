@@ -45,6 +45,8 @@ def measure(turns, endpoints):
         "followup_hit_rate": rounded(sum(t.cached_tokens for t in followups) / prompt if prompt else None, 4),
         "ttft_p50_ms": rounded(percentile(ttft, 50)),
         "ttft_p95_ms": rounded(percentile(ttft, 95)),
+        "followup_ttft_p50_ms": rounded(percentile([t.ttft_ms for t in followups], 50)),
+        "followup_ttft_p95_ms": rounded(percentile([t.ttft_ms for t in followups], 95)),
         "redirects": redirects,
         "imbalance": rounded(max(computed.values()) * len(computed) / total if total else None, 3),
         "requests_by_endpoint": dict(sorted(Counter(t.endpoint or "none" for t in turns).items())),
@@ -58,7 +60,6 @@ def pool(name, rounds, turns, endpoints):
     Balance is the exception: what one round heaped on one engine, another must not even out.
     """
     whole = measure([turn for run in turns for turn in run], endpoints)
-    whole["redirects"] = sum(r["redirects"] for r in rounds)
     balance = [r["imbalance"] for r in rounds if r["imbalance"] is not None]
     whole["imbalance"] = rounded(sum(balance) / len(balance) if balance else None, 3)
     return {"name": name, **whole, "rounds": rounds}
@@ -97,7 +98,7 @@ def table(policies):
 
 # The chart. One row for each policy, one column for each number; a bar is the policy, a tick on it a
 # round, so that how far two rounds lie apart is seen beside how far two policies do.
-WIDTH, LEFT, GAP, RIGHT, TOP, ROW, BAR, FOOT = 860, 140, 96, 84, 112, 46, 24, 44
+WIDTH, LEFT, GAP, RIGHT, TOP, ROW, BAR, FOOT = 860, 140, 96, 84, 112, 46, 24, 28
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 INK, GREY, PALE = "#24292f", "#57606a", "#f1f3f5"
 COLUMNS = (
@@ -117,7 +118,8 @@ def box(x, y, width, height, radius, fill):
 
 def chart(policies, subtitle):
     width = (WIDTH - LEFT - GAP - RIGHT) / 2
-    height = TOP + ROW * len(policies) + FOOT
+    ticked = len(policies[0]["rounds"]) > 1
+    height = TOP + ROW * len(policies) + (FOOT if ticked else 0)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="{FONT}" font-size="13" fill="{INK}">',
@@ -140,9 +142,9 @@ def chart(policies, subtitle):
                 continue
             out.append(box(x, y, max(2.0, policy[key] / most * width), BAR, 3, colour))
             out.append(text(x + width + 8, y + BAR / 2 + 4.5, form(policy[key])))
-            if len(policy["rounds"]) > 1:
+            if ticked:
                 ticks = [x + r[key] / most * width for r in policy["rounds"] if r[key] is not None]
                 out += [f'<path d="M{t:.1f} {y - 3}v{BAR + 6}" stroke="{INK}" stroke-width="1.5"/>' for t in ticks]
-    if len(policies[0]["rounds"]) > 1:
-        out.append(text(LEFT, height - 22, "Bar: all rounds together. Tick: one round.", font_size=12, fill=GREY))
+    if ticked:
+        out.append(text(LEFT, height - 20, "Bar: all rounds together. Tick: one round.", font_size=12, fill=GREY))
     return "\n".join([*out, "</svg>", ""])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
-import shutil
 import signal
 import socket
 import string
@@ -18,7 +18,7 @@ from parts import HERE, Failure, uninterrupted
 
 REPLICAS = 3
 # Room for the chats that live on one replica, and not for a copy of every chat on each: about 6
-# of the 15 chats in slots or in the store (1 KiB a token).
+# of the 12 chats in slots or in the store (1 KiB a token).
 SLOTS, CONTEXT, CACHE_RAM_MIB = 4, 16384, 6
 START_SECONDS = 30.0
 END_SECONDS = 2.0
@@ -102,7 +102,7 @@ class Stack:
         return self
 
     def start(self):
-        self.http_port, admin, grpc, health, self.metrics_port, *engines = free_ports(5 + REPLICAS)
+        self.http_port, self.metrics_port, self.health_port, grpc, admin, *engines = free_ports(5 + REPLICAS)
         self.engines = {f"llama-{i}": port for i, port in enumerate(engines)}
         interpreter = self.parts.get("LLAMA_PYTHON", sys.executable)
         environment = dict(os.environ)
@@ -121,7 +121,7 @@ class Stack:
             ),
         )
         values = dict(
-            policy=self.policy, endpoints=endpoints, picker_port=grpc, health_port=health,
+            policy=self.policy, endpoints=json.dumps(str(endpoints)), picker_port=grpc, health_port=self.health_port,
             metrics_port=self.metrics_port, http_port=self.http_port, admin_port=admin,
         )  # fmt: skip
         self.config = self.write("llm-ring.yaml", PICKER_CONFIG.substitute(values))
@@ -168,6 +168,3 @@ class Stack:
             for child in self.children:
                 child.signal(signal.SIGKILL)
                 child.process.wait()
-
-    def forget(self):
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -224,14 +224,8 @@ impl Pump {
         let begun = Instant::now();
         match shared.scheduler.schedule(&request, shared.seeds.draw(), shared.detail) {
             Ok((decision, booking)) => {
-                let timing = (begun, begun.elapsed());
+                let took = begun.elapsed();
                 self.booking = Some(booking);
-                shared.observer.decided(
-                    &mut observation,
-                    &decision,
-                    (&self.request_id, body),
-                    timing,
-                );
                 self.exchange.scheduled(Routing {
                     destination: destination(&decision),
                     traceparent: observation.traceparent(),
@@ -241,6 +235,7 @@ impl Pump {
                         Vec::new()
                     },
                 });
+                shared.observer.decided(&mut observation, decision, &self.request_id, body, took);
                 self.observation = Some(observation);
             }
             Err(refusal) => {

@@ -2,6 +2,7 @@
 
 pub mod explain;
 pub mod init;
+mod log;
 pub mod metrics;
 pub mod observer;
 pub mod spans;

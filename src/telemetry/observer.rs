@@ -4,13 +4,13 @@
 )]
 //! Watches requests from their decision to their end, and tells the log, the metrics, the spans and the watchers.
 
-use std::io::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::broadcast;
 
 use super::init::LogFormat;
+use super::log::{DecisionLog, Line};
 use super::metrics::{Ended, Metrics, Why, status_class};
 use super::spans::{RequestSpan, Tracing};
 use super::{explain, pb};
@@ -26,7 +26,7 @@ pub struct Observer {
     /// The metrics.
     pub metrics: Arc<Metrics>,
     tracing: Option<Tracing>,
-    log: Option<LogFormat>,
+    log: Option<DecisionLog>,
     watchers: broadcast::Sender<Arc<pb::Record>>,
 }
 
@@ -36,8 +36,30 @@ pub struct Observation {
     started: Instant,
     ttft: Option<Duration>,
     expected_cached: u64,
-    record: Option<Box<pb::Record>>,
+    decided: Option<Box<Decided>>,
     span: Option<RequestSpan>,
+}
+
+/// A decision with all that its record needs. The record itself is only made where somebody sees it.
+#[derive(Debug)]
+pub(super) struct Decided {
+    decision: Decision,
+    at: SystemTime,
+    request_id: String,
+    trace_id: String,
+    body: &'static str,
+}
+
+impl Decided {
+    pub(super) fn record(&self) -> pb::Record {
+        pb::Record {
+            time: time(self.at),
+            request_id: self.request_id.clone(),
+            trace_id: self.trace_id.clone(),
+            body: self.body.to_owned(),
+            ..explain::record(&self.decision)
+        }
+    }
 }
 
 impl Observation {
@@ -52,6 +74,7 @@ impl Observer {
     /// Puts the parts together; `log` writes a line for each request that ended.
     #[must_use]
     pub fn new(metrics: Arc<Metrics>, tracing: Option<Tracing>, log: Option<LogFormat>) -> Self {
+        let log = log.map(DecisionLog::new);
         Self { metrics, tracing, log, watchers: broadcast::channel(WATCH_BACKLOG).0 }
     }
 
@@ -65,42 +88,40 @@ impl Observer {
     #[must_use]
     pub fn start(&self, started: Instant, traceparent: Option<&str>) -> Observation {
         let span = self.tracing.as_ref().map(|tracing| tracing.start(traceparent, at(started)));
-        Observation { started, ttft: None, expected_cached: 0, record: None, span }
+        Observation { started, ttft: None, expected_cached: 0, decided: None, span }
     }
 
-    /// Notes a decision; the record is only made if someone will see it.
+    /// Notes a decision, which took so long and read the body so far.
     pub fn decided(
         &self,
         observation: &mut Observation,
-        decision: &Decision,
-        request: (&str, &'static str),
-        timing: (Instant, Duration),
+        decision: Decision,
+        request_id: &str,
+        body: &'static str,
+        took: Duration,
     ) {
-        let (request_id, body) = request;
-        let (decided_at, took) = timing;
         self.metrics.decisions.get_or_create(&Why { reason: decision.reason.as_str() }).inc();
         self.metrics.decision_seconds.observe(took.as_secs_f64());
         observation.expected_cached = decision.cached;
         let sampled = observation.span.as_ref().is_some_and(RequestSpan::is_recording);
-        let watched = self.watchers.receiver_count() > 0;
-        if !(self.log.is_some() || sampled || watched) {
+        if !(self.log.is_some() || sampled || self.is_watched()) {
             return;
         }
-        let record = pb::Record {
-            time: time(at(decided_at)),
+        let decided = Decided {
+            decision,
+            at: SystemTime::now(),
             request_id: request_id.to_owned(),
             trace_id: observation.span.as_ref().map(RequestSpan::trace_id).unwrap_or_default(),
-            body: body.to_owned(),
-            ..explain::record(decision)
+            body,
         };
-        if let Some(span) = &mut observation.span {
-            span.decided(&record, at(decided_at), took);
+        if sampled || self.is_watched() {
+            let record = decided.record();
+            if let Some(span) = &mut observation.span {
+                span.decided(&record, decided.at - took, took);
+            }
+            self.publish(record);
         }
-        if watched {
-            // No receiver left by now is no error.
-            drop(self.watchers.send(Arc::new(record.clone())));
-        }
-        observation.record = Some(Box::new(record));
+        observation.decided = Some(Box::new(decided));
     }
 
     /// Notes that a request was turned away.
@@ -112,24 +133,23 @@ impl Observer {
         request_id: &str,
     ) {
         self.metrics.rejections.get_or_create(&Why { reason: why }).inc();
-        if let Some(span) = &mut observation.span {
-            span.rejected(why);
-        }
-        if self.watchers.receiver_count() > 0 || self.log.is_some() {
+        let now = SystemTime::now();
+        if self.log.is_some() || self.is_watched() {
             let record = pb::Record {
-                time: time(SystemTime::now()),
+                time: time(now),
                 request_id: request_id.to_owned(),
                 trace_id: observation.span.as_ref().map(RequestSpan::trace_id).unwrap_or_default(),
                 refusal: format!("{why}: {text}"),
                 ..pb::Record::default()
             };
-            if let Some(format) = self.log {
-                log(format, &record);
+            if let Some(log) = &self.log {
+                log.push(Line::Refused(Box::new(record.clone())));
             }
-            drop(self.watchers.send(Arc::new(record)));
+            self.publish(record);
         }
-        if let Some(span) = observation.span.take() {
-            span.end(None, SystemTime::now());
+        if let Some(mut span) = observation.span.take() {
+            span.rejected(why);
+            span.end(None, now);
         }
     }
 
@@ -142,7 +162,7 @@ impl Observer {
 
     /// Notes the end of a request.
     pub fn ended(&self, observation: Observation, outcome: &Outcome, now: Instant) {
-        let Observation { started, ttft, expected_cached, record, span } = observation;
+        let Observation { started, ttft, expected_cached, decided, span } = observation;
         let metrics = &self.metrics;
         let ended = Ended {
             ending: explain::ending_name(outcome.ending),
@@ -156,50 +176,38 @@ impl Observer {
         }
         metrics.cached_tokens.inc_by(outcome.usage.cached_tokens.unwrap_or(0));
         metrics.completion_tokens.inc_by(outcome.usage.completion_tokens.unwrap_or(0));
-        if record.is_none() && span.is_none() {
+        if decided.is_none() && span.is_none() {
             return;
         }
         let ms = |duration: Duration| duration.as_secs_f64() * 1000.0;
         let outcome = explain::outcome(outcome, ttft.map(ms), ms(now - started));
-        if let Some(mut record) = record {
-            record.outcome = Some(outcome.clone());
-            if let Some(format) = self.log {
-                log(format, &record);
-            }
-            if self.watchers.receiver_count() > 0 {
-                drop(self.watchers.send(Arc::from(record)));
-            }
-        }
         if let Some(span) = span {
             span.end(Some(&outcome), at(now));
         }
+        let Some(decided) = decided else { return };
+        if self.is_watched() {
+            self.publish(pb::Record { outcome: Some(outcome.clone()), ..decided.record() });
+        }
+        if let Some(log) = &self.log {
+            log.push(Line::Ended(decided, outcome));
+        }
     }
-}
 
-/// Writes a record to the log: a JSON line, or the text that `explain` prints.
-fn log(format: LogFormat, record: &pb::Record) {
-    #[derive(serde::Serialize)]
-    struct Line<'a> {
-        timestamp: &'a str,
-        level: &'static str,
-        message: &'static str,
-        decision: &'a pb::Record,
+    fn is_watched(&self) -> bool {
+        self.watchers.receiver_count() > 0
     }
-    let line =
-        Line { timestamp: &record.time, level: "INFO", message: "decision", decision: record };
-    let text = match format {
-        LogFormat::Json => serde_json::to_string(&line).map(|text| text + "\n"),
-        LogFormat::Human => Ok(format!("{}  {}", record.time, explain::render(record))),
-    };
-    // A log that cannot be written must not stop the picker.
-    drop(text.map(|text| std::io::stdout().lock().write_all(text.as_bytes())));
-}
 
-fn time(time: SystemTime) -> String {
-    humantime::format_rfc3339_millis(time).to_string()
+    fn publish(&self, record: pb::Record) {
+        // That nobody listens any more is no error.
+        drop(self.watchers.send(Arc::new(record)));
+    }
 }
 
 /// Returns the wall-clock time of a moment.
 fn at(moment: Instant) -> SystemTime {
     SystemTime::now() - moment.elapsed()
+}
+
+fn time(time: SystemTime) -> String {
+    humantime::format_rfc3339_millis(time).to_string()
 }
