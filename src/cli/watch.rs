@@ -47,7 +47,11 @@ impl Watch {
             reason: self.reason,
         };
         let mut replies = client.watch(request).await?.into_inner();
-        while let Some(reply) = replies.message().await.context("the picker has gone")? {
+        while let Some(reply) = replies
+            .message()
+            .await
+            .map_err(|status| anyhow::anyhow!("the picker has gone ({})", status.code()))?
+        {
             if reply.lost > 0 {
                 eprintln!(
                     "({} records were lost: they came faster than they were read)",

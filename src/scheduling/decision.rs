@@ -125,8 +125,10 @@ pub enum Step {
         average: f64,
         /// Slack over the average.
         epsilon: f64,
-        /// Average × (1 + ε); rounded up when requests are counted.
+        /// Average × (1 + ε), at least the floor; rounded up when requests are counted.
         cap: f64,
+        /// What an endpoint may always carry.
+        floor: u64,
         /// The unit.
         unit: Unit,
     },

@@ -174,6 +174,27 @@ fn a_conversation_goes_where_it_was_last_served_even_if_that_is_not_its_home() {
 }
 
 #[test]
+fn in_a_quiet_pool_a_cache_is_not_left_for_a_few_tokens() {
+    for (floor, reason) in [("0", Reason::Overflow), ("512", Reason::Home)] {
+        let scenario = Scenario {
+            endpoints: endpoints(&[1.0; 3])
+                .into_iter()
+                .zip([30, 0, 0])
+                .map(|(endpoint, tokens)| (endpoint, Load { requests: 1, tokens }))
+                .collect(),
+            prompt_tokens: 500,
+            placed: Some(("llm-0".to_owned(), 490)),
+            max_tokens: 24,
+            ..Scenario::example()
+        };
+        let policies: Policies =
+            yaml::parse(&format!("llm-aware: {{ floor_tokens: {floor} }}")).unwrap();
+        let (name, policy) = policies.get("llm-aware").unwrap();
+        assert_eq!(scenario.decide(name, &*policy).unwrap().reason, reason, "floor {floor}");
+    }
+}
+
+#[test]
 fn a_failed_turn_teaches_nothing() {
     let scheduler = scheduler("llm-aware", 3);
     for outcome in [

@@ -238,7 +238,7 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 },
             )
         },
-        Step::Capacity { total, average, epsilon, cap, unit } => pb::Step {
+        Step::Capacity { total, average, epsilon, cap, floor, unit } => pb::Step {
             total: Some(*total),
             average: Some(tenth(*average)),
             epsilon: Some(*epsilon),
@@ -247,10 +247,15 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
             ..named(
                 "capacity",
                 format!(
-                    "with it the load is {total} {}, average {}, cap {} (ε = {epsilon})",
+                    "with it the load is {total} {}, average {}, cap {} ({})",
                     unit.as_str(),
                     tenth(*average),
-                    tenth(*cap)
+                    tenth(*cap),
+                    if *cap > (1.0 + epsilon) * average + 1.0 {
+                        format!("the floor of {floor}, above ε = {epsilon}")
+                    } else {
+                        format!("ε = {epsilon}")
+                    }
                 ),
             )
         },

@@ -97,6 +97,7 @@ pub(super) struct Bound {
     epsilon: f64,
     total: u64,
     average: f64,
+    floor: u64,
 }
 
 impl Bound {
@@ -105,12 +106,18 @@ impl Bound {
         let total = cx.total(unit).saturating_add(cost);
         #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
         let average = total as f64 / cx.candidates.len() as f64;
-        Self { unit, cost, epsilon: epsilon.get(), total, average }
+        Self { unit, cost, epsilon: epsilon.get(), total, average, floor: 0 }
+    }
+
+    /// Sets what an endpoint of average weight may always carry.
+    pub(super) fn with_floor(self, floor: u64) -> Self {
+        Self { floor, ..self }
     }
 
     /// Returns what an endpoint of `weight` times the average weight may carry.
     pub(super) fn cap(&self, weight: f64) -> f64 {
-        let cap = (1.0 + self.epsilon) * self.average * weight;
+        #[expect(clippy::cast_precision_loss, reason = "a floor is a few thousand tokens")]
+        let cap = ((1.0 + self.epsilon) * self.average).max(self.floor as f64) * weight;
         match self.unit {
             // A cap of 5 that arithmetic made 5.000000001 is 5.
             Unit::Requests => (cap - 1e-6).ceil(),
@@ -146,6 +153,7 @@ impl Bound {
             average: self.average,
             epsilon: self.epsilon,
             cap: self.cap(1.0),
+            floor: self.floor,
             unit: self.unit,
         }
     }

@@ -20,6 +20,8 @@ pub struct LlmAware {
     long_epsilon: Slack,
     /// Prompt tokens from which a conversation is long.
     long_threshold_tokens: u64,
+    /// Tokens of work that no endpoint of average weight is too busy for; 0 leaves the cap to the average alone.
+    floor_tokens: u64,
     /// Count load in tokens of work; otherwise in requests.
     token_load: bool,
     /// Remember where each conversation was last served.
@@ -28,6 +30,9 @@ pub struct LlmAware {
     long_stickiness: bool,
 }
 
+/// In a quiet pool the average is a few tokens, and a cap made of it moves long caches out of the way of short answers.
+const FLOOR_TOKENS: u64 = 512;
+
 /// The parameters before they are checked against each other.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
@@ -35,6 +40,7 @@ struct Unchecked {
     epsilon: Slack,
     long_epsilon: Slack,
     long_threshold_tokens: u64,
+    floor_tokens: u64,
     token_load: bool,
     placement_memory: bool,
     long_stickiness: bool,
@@ -46,6 +52,7 @@ impl Default for Unchecked {
             epsilon: EPSILON,
             long_epsilon: Slack::constant(1.0),
             long_threshold_tokens: 800,
+            floor_tokens: FLOOR_TOKENS,
             token_load: true,
             placement_memory: true,
             long_stickiness: true,
@@ -74,6 +81,7 @@ impl TryFrom<Unchecked> for LlmAware {
             epsilon: p.epsilon,
             long_epsilon: p.long_epsilon,
             long_threshold_tokens: p.long_threshold_tokens,
+            floor_tokens: p.floor_tokens,
             token_load: p.token_load,
             placement_memory: p.placement_memory,
             long_stickiness: p.long_stickiness,
@@ -87,6 +95,7 @@ impl From<LlmAware> for Unchecked {
             epsilon: p.epsilon,
             long_epsilon: p.long_epsilon,
             long_threshold_tokens: p.long_threshold_tokens,
+            floor_tokens: p.floor_tokens,
             token_load: p.token_load,
             placement_memory: p.placement_memory,
             long_stickiness: p.long_stickiness,
@@ -118,7 +127,7 @@ impl Policy for LlmAware {
             unit,
         });
 
-        let bound = Bound::new(cx, unit, cost, self.epsilon);
+        let bound = self.bound(cx, unit, cost, self.epsilon);
         trace.steps.push(bound.step());
         let weight = cx.relative_weight(preferred);
         let normal_cap = bound.cap(weight);
@@ -141,7 +150,7 @@ impl Policy for LlmAware {
         }
 
         // Nothing is cached anywhere else, so every other endpoint has the full cost.
-        let bound = Bound::new(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.epsilon);
+        let bound = self.bound(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.epsilon);
         let slot = cx
             .ring_order()
             .filter(|&slot| slot != preferred)
@@ -157,6 +166,11 @@ impl Policy for LlmAware {
 }
 
 impl LlmAware {
+    fn bound(&self, cx: &Cx<'_>, unit: Unit, cost: u64, epsilon: Slack) -> Bound {
+        let floor = if self.token_load { self.floor_tokens } else { 0 };
+        Bound::new(cx, unit, cost, epsilon).with_floor(floor)
+    }
+
     fn cost(&self, new_tokens: u64, max_tokens: u64) -> u64 {
         if self.token_load { new_tokens.saturating_add(max_tokens) } else { 1 }
     }
@@ -180,7 +194,7 @@ impl LlmAware {
             let threshold = self.long_threshold_tokens;
             (Step::LongTooShort { prompt_tokens: cx.prompt_tokens, threshold }, None)
         } else {
-            let cap = Bound::new(cx, unit, cost, self.long_epsilon).cap(1.0);
+            let cap = self.bound(cx, unit, cost, self.long_epsilon).cap(1.0);
             (Step::LongApplies { long_epsilon: self.long_epsilon.get(), cap }, Some(cap))
         };
         trace.steps.push(step);

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Every check there is, quick and likely to fail first. `make test` runs it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '\n== %s\n' "$*"; }
+
+say "format and lints"
+cargo fmt --check
+cargo clippy --quiet --all-targets --all-features -- -D warnings
+
+say "real parts: Envoy, llama.cpp, a tiny model, an OTLP collector (set up once, then cached)"
+python3 bench/demo/parts.py --collector
+
+say "demo driver"
+python3 -m unittest discover -s bench/demo -p 'test_*.py' -v 2>&1 | tail -n 4
+
+say "tests"
+cargo test --no-fail-fast
