@@ -12,7 +12,6 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tonic::transport::Server;
-use tonic::transport::server::{Router, TcpIncoming};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
@@ -28,7 +27,7 @@ use crate::scheduling::{Admission, Detail, Scheduler, Settings};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::observer::Observer;
 use crate::telemetry::spans::Tracing;
-use crate::tls::Certificate;
+use crate::tls::{self, Certificate};
 
 /// Health service names that gateways and the upstream chart ask for.
 const HEALTH_NAMES: [&str; 5] = [
@@ -80,10 +79,9 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let http = tokio::spawn(serve_http(http_listener, pages, stopping.clone()));
     let decisions = DecisionService::server(Arc::clone(&observer));
     let admin = Server::builder().add_service(health_service.clone()).add_service(decisions);
-    let admin = tokio::spawn(admin.serve_with_incoming_shutdown(
-        TcpIncoming::from(admin_listener).with_nodelay(Some(true)),
-        stopped(stopping.clone()),
-    ));
+    let incoming = tls::incoming(admin_listener, None)?;
+    let admin =
+        tokio::spawn(admin.serve_with_incoming_shutdown(incoming, stopped(stopping.clone())));
     let picker = Picker::new(Parts {
         scheduler: Arc::clone(&scheduler),
         observer: Arc::clone(&observer),
@@ -98,7 +96,8 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         .http2_keepalive_interval(Some(Duration::from_secs(60)))
         .add_service(picker.into_service())
         .add_service(health_service);
-    let mut grpc = tokio::spawn(serve_grpc(grpc, grpc_listener, config.clone(), stopping));
+    let incoming = tls::incoming(grpc_listener, certificate(&config)?)?;
+    let mut grpc = tokio::spawn(grpc.serve_with_incoming_shutdown(incoming, stopped(stopping)));
     let watching =
         tokio::spawn(watch_pool(path, config.endpoints.poll_ms, points, scheduler, metrics));
 
@@ -132,7 +131,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         tokio::task::spawn_blocking(move || tracing.shutdown()).await?;
     }
     tracing::info!("stopped");
-    result
+    Ok(result?)
 }
 
 /// Makes the scheduler's settings of a configuration.
@@ -203,31 +202,19 @@ async fn listen(config: &Config, port: u16, key: &str) -> anyhow::Result<TcpList
     })
 }
 
-async fn serve_grpc(
-    server: Router,
-    listener: TcpListener,
-    config: Config,
-    stopping: watch::Receiver<bool>,
-) -> anyhow::Result<()> {
-    let certificate = match config.tls.mode {
-        TlsMode::Off => {
-            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-            server.serve_with_incoming_shutdown(incoming, stopped(stopping)).await?;
-            return Ok(());
-        }
-        TlsMode::SelfSigned => Certificate::self_signed()?,
+fn certificate(config: &Config) -> anyhow::Result<Option<Arc<Certificate>>> {
+    match config.tls.mode {
+        TlsMode::Off => Ok(None),
+        TlsMode::SelfSigned => Certificate::self_signed().map(Some),
         TlsMode::Files => {
-            let (Some(cert), Some(key)) = (config.tls.cert, config.tls.key) else {
+            let (Some(cert), Some(key)) = (&config.tls.cert, &config.tls.key) else {
                 anyhow::bail!("tls.mode is `files`, so tls.cert and tls.key must name PEM files");
             };
-            let certificate = Certificate::from_files(&cert, &key)?;
-            tokio::spawn(Arc::clone(&certificate).follow(cert, key));
-            certificate
+            let certificate = Certificate::from_files(cert, key)?;
+            tokio::spawn(Arc::clone(&certificate).follow(cert.clone(), key.clone()));
+            Ok(Some(certificate))
         }
-    };
-    let incoming = crate::tls::incoming(listener, certificate)?;
-    server.serve_with_incoming_shutdown(incoming, stopped(stopping)).await?;
-    Ok(())
+    }
 }
 
 async fn serve_http(listener: TcpListener, pages: axum::Router, stopping: watch::Receiver<bool>) {

@@ -4,13 +4,17 @@
 )]
 //! TLS for the ext_proc port: a self-signed certificate by default, or files that are read again when they change.
 
+use std::io::IoSlice;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_rustls::TlsAcceptor;
@@ -22,6 +26,7 @@ use tokio_rustls::rustls::server::{ClientHello, ResolvesServerCert};
 use tokio_rustls::rustls::sign::CertifiedKey;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::server::Connected;
 
 /// A peer that has not shaken hands by then is dropped.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -105,20 +110,25 @@ fn certified(
         .context("the private key does not fit the certificate")
 }
 
-/// Accepts connections and shakes hands, each in a task of its own so that a slow peer holds nobody up.
+/// A connection, plain or secured: one type, so that the HTTP/2 server is compiled once.
+#[derive(Debug)]
+pub enum Io {
+    /// Plaintext.
+    Plain(TcpStream),
+    /// TLS.
+    Secure(Box<TlsStream<TcpStream>>),
+}
+
+/// Accepts connections; with a certificate it shakes hands, each in a task of its own so that a slow peer holds
+/// nobody up.
 ///
 /// # Errors
 /// TLS cannot be set up.
 pub fn incoming(
     listener: TcpListener,
-    certificate: Arc<Certificate>,
-) -> anyhow::Result<ReceiverStream<std::io::Result<TlsStream<TcpStream>>>> {
-    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()?
-        .with_no_client_auth()
-        .with_cert_resolver(certificate);
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    let acceptor = TlsAcceptor::from(Arc::new(config));
+    certificate: Option<Arc<Certificate>>,
+) -> anyhow::Result<ReceiverStream<std::io::Result<Io>>> {
+    let acceptor = certificate.map(acceptor).transpose()?;
     let (ready, incoming) = mpsc::channel(16);
     tokio::spawn(async move {
         loop {
@@ -131,17 +141,100 @@ pub fn incoming(
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             };
-            let (acceptor, ready) = (acceptor.clone(), ready.clone());
-            tokio::spawn(async move {
-                // Without it every small answer waits for an acknowledgement.
-                drop(stream.set_nodelay(true));
-                match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
-                    Ok(Ok(stream)) => drop(ready.send(Ok(stream)).await),
-                    Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
-                    Err(_) => tracing::debug!("a TLS handshake took too long"),
+            // Without it every small answer waits for an acknowledgement.
+            drop(stream.set_nodelay(true));
+            match &acceptor {
+                None => drop(ready.send(Ok(Io::Plain(stream))).await),
+                Some(acceptor) => {
+                    tokio::spawn(shake_hands(acceptor.clone(), stream, ready.clone()));
                 }
-            });
+            }
         }
     });
     Ok(ReceiverStream::new(incoming))
+}
+
+fn acceptor(certificate: Arc<Certificate>) -> anyhow::Result<TlsAcceptor> {
+    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_cert_resolver(certificate);
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(TlsAcceptor::from(Arc::new(config)))
+}
+
+async fn shake_hands(
+    acceptor: TlsAcceptor,
+    stream: TcpStream,
+    ready: mpsc::Sender<std::io::Result<Io>>,
+) {
+    match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await {
+        Ok(Ok(stream)) => drop(ready.send(Ok(Io::Secure(Box::new(stream)))).await),
+        Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
+        Err(_) => tracing::debug!("a TLS handshake took too long"),
+    }
+}
+
+impl Connected for Io {
+    type ConnectInfo = ();
+
+    fn connect_info(&self) -> Self::ConnectInfo {}
+}
+
+impl AsyncRead for Io {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_read(cx, buf),
+            Self::Secure(stream) => Pin::new(stream).poll_read(cx, buf),
+        }
+    }
+}
+
+impl AsyncWrite for Io {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_write(cx, buf),
+            Self::Secure(stream) => Pin::new(stream).poll_write(cx, buf),
+        }
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<std::io::Result<usize>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+            Self::Secure(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Secure(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_flush(cx),
+            Self::Secure(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        match &mut *self {
+            Self::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
+            Self::Secure(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
 }

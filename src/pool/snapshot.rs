@@ -13,6 +13,8 @@ pub struct PoolSnapshot {
     version: u64,
     endpoints: Vec<Endpoint>,
     ids: Vec<EndpointId>,
+    /// Apart from the endpoints, since scans over all of them need nothing else.
+    weights: Vec<f64>,
     ring: HashRing,
     rendezvous: Rendezvous,
     slots: HashMap<EndpointId, u32>,
@@ -66,6 +68,7 @@ impl PoolSnapshot {
             ring,
             rendezvous,
             slots: ids.iter().copied().zip(0..).collect(),
+            weights: endpoints.iter().map(|endpoint| endpoint.weight).collect(),
             weight: endpoints.iter().map(|endpoint| endpoint.weight).sum(),
             ids,
             addresses,
@@ -128,6 +131,15 @@ impl PoolSnapshot {
     #[must_use]
     pub fn ring_points(&self) -> u32 {
         self.points
+    }
+
+    /// Returns the weight of the endpoint in a slot.
+    ///
+    /// # Panics
+    /// The slot is of another snapshot.
+    #[must_use]
+    pub fn weight_of(&self, slot: u32) -> f64 {
+        self.weights[slot as usize]
     }
 
     /// Returns the sum of all weights.

@@ -22,6 +22,8 @@ pub struct Cx<'a> {
     pub pool: &'a PoolSnapshot,
     /// Those that may be chosen; never empty.
     pub candidates: &'a Candidates,
+    /// The sum of their weights.
+    pub weight: f64,
     /// What is booked on them.
     pub ledger: &'a LoadLedger,
     /// Place of the conversation on the ring; of a request without one, a value drawn for it.
@@ -72,6 +74,15 @@ pub trait Policy: std::fmt::Debug + Send + Sync {
 }
 
 impl Candidates {
+    /// Adds up their weights.
+    #[must_use]
+    pub fn weight(&self, pool: &PoolSnapshot) -> f64 {
+        match self {
+            Self::All(_) => pool.weight(),
+            Self::Some(slots) => slots.iter().map(|&slot| pool.weight_of(slot)).sum(),
+        }
+    }
+
     /// Counts them.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -128,6 +139,14 @@ impl Cx<'_> {
         unit.of(self.ledger.load(slot))
     }
 
+    /// Returns the load of an endpoint over its weight.
+    #[must_use]
+    pub fn relative_load(&self, slot: u32, unit: Unit) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
+        let load = self.load(slot, unit) as f64;
+        load / self.pool.weight_of(slot)
+    }
+
     /// Returns the load of all candidates in `unit`.
     #[must_use]
     pub fn total(&self, unit: Unit) -> u64 {
@@ -141,14 +160,8 @@ impl Cx<'_> {
     #[must_use]
     pub fn relative_weight(&self, slot: u32) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "a pool has far fewer than 2^52 endpoints")]
-        let n = self.candidates.len() as f64;
-        let sum = match self.candidates {
-            Candidates::All(_) => self.pool.weight(),
-            Candidates::Some(slots) => {
-                slots.iter().map(|&slot| self.pool.endpoint(slot).weight).sum()
-            }
-        };
-        self.pool.endpoint(slot).weight * n / sum
+        let average = self.weight / self.candidates.len() as f64;
+        self.pool.weight_of(slot) / average
     }
 
     /// Yields the candidates clockwise from the conversation's place on the ring: its home first.
@@ -171,11 +184,9 @@ impl Cx<'_> {
     /// There are no candidates, which no policy is ever called with.
     #[must_use]
     pub fn least_loaded(&self, unit: Unit, tie: impl Fn(u32) -> u64) -> u32 {
-        #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
-        let relative = |slot: u32| self.load(slot, unit) as f64 / self.pool.endpoint(slot).weight;
         let mut best: Option<(f64, u32)> = None;
         for slot in self.candidates.iter() {
-            let load = relative(slot);
+            let load = self.relative_load(slot, unit);
             best = Some(match best {
                 None => (load, slot),
                 Some((least, holder)) => match load.total_cmp(&least) {

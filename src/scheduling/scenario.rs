@@ -87,6 +87,7 @@ impl Scenario {
         let cx = Cx {
             pool: &pool,
             candidates: &candidates,
+            weight: candidates.weight(&pool),
             ledger: &ledger,
             key: self.conversation.as_ref().map_or(self.seed, |conversation| conversation.key),
             prompt_tokens: self.prompt_tokens,

@@ -155,6 +155,7 @@ impl Scheduler {
         let cx = Cx {
             pool: &state.pool,
             candidates: &candidates,
+            weight: candidates.weight(&state.pool),
             ledger: &state.ledger,
             key: conversation.unwrap_or(seed),
             prompt_tokens: estimate.tokens,
@@ -224,8 +225,7 @@ impl Scheduler {
         };
         #[expect(clippy::cast_precision_loss, reason = "requests in flight stay far below 2^52")]
         let has_room = |slot: u32| {
-            (state.ledger.load(slot).requests as f64)
-                < limit as f64 * state.pool.endpoint(slot).weight
+            (state.ledger.load(slot).requests as f64) < limit as f64 * state.pool.weight_of(slot)
         };
         let open: Vec<u32> = candidates.iter().filter(|&slot| has_room(slot)).collect();
         if open.is_empty() {

@@ -80,14 +80,16 @@ impl Policy for Bounded {
             unit: self.load,
         });
         trace.steps.push(bound.step());
-        let slot = cx.ring_order().find(|&slot| bound.test(cx, slot, trace));
-        match slot {
+        match bound.first_with_room(cx, cx.ring_order(), trace) {
             Some(slot) if slot == home => plain(slot, Reason::Home),
             Some(slot) => plain(slot, Reason::Overflow),
             None => least_loaded(cx, self.load, trace),
         }
     }
 }
+
+/// Full endpoints that the walk passes before it asks whether any has room.
+const WALKED: usize = 8;
 
 /// What the endpoints may carry, one request included.
 #[derive(Debug, Clone, Copy)]
@@ -125,25 +127,51 @@ impl Bound {
         }
     }
 
-    /// Tells whether the endpoint takes the request, and writes the test down.
-    pub(super) fn test(&self, cx: &Cx<'_>, slot: u32, trace: &mut Trace) -> bool {
-        let verdict = self.verdict(cx, slot, self.cap(cx.relative_weight(slot)), trace);
-        verdict != Verdict::Over
+    /// Finds the first endpoint in `order` that takes the request, and writes the tests down.
+    ///
+    /// After a few that are full it looks at all before it walks on: in a pool that is full everywhere the walk
+    /// would pass each virtual node.
+    pub(super) fn first_with_room(
+        &self,
+        cx: &Cx<'_>,
+        order: impl Iterator<Item = u32>,
+        trace: &mut Trace,
+    ) -> Option<u32> {
+        for (tested, slot) in order.enumerate() {
+            if tested == WALKED && self.all_full(cx) {
+                return None;
+            }
+            if self.test(cx, slot, self.cap(cx.relative_weight(slot)), trace) != Verdict::Over {
+                return Some(slot);
+            }
+        }
+        None
     }
 
-    /// Tests an endpoint against `cap`.
-    pub(super) fn verdict(&self, cx: &Cx<'_>, slot: u32, cap: f64, trace: &mut Trace) -> Verdict {
+    /// Tests an endpoint against `cap`, and writes the test down.
+    pub(super) fn test(&self, cx: &Cx<'_>, slot: u32, cap: f64, trace: &mut Trace) -> Verdict {
         let load = cx.load(slot, self.unit);
+        let verdict = self.verdict(load, cap);
+        trace.steps.push(Step::Tested { endpoint: slot, load, cost: self.cost, cap, verdict });
+        verdict
+    }
+
+    fn verdict(&self, load: u64, cap: f64) -> Verdict {
         #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
-        let verdict = if load.saturating_add(self.cost) as f64 <= cap {
+        if load.saturating_add(self.cost) as f64 <= cap {
             Verdict::Fits
         } else if load == 0 {
             Verdict::Idle
         } else {
             Verdict::Over
-        };
-        trace.steps.push(Step::Tested { endpoint: slot, load, cost: self.cost, cap, verdict });
-        verdict
+        }
+    }
+
+    fn all_full(&self, cx: &Cx<'_>) -> bool {
+        cx.candidates.iter().all(|slot| {
+            let cap = self.cap(cx.relative_weight(slot));
+            self.verdict(cx.load(slot, self.unit), cap) == Verdict::Over
+        })
     }
 
     /// Returns the bound as a step of the trace.
@@ -161,10 +189,11 @@ impl Bound {
 
 /// Takes the least loaded candidate when none has room; equal ones in the order of the ring.
 pub(super) fn least_loaded(cx: &Cx<'_>, unit: Unit, trace: &mut Trace) -> Choice {
-    let order: Vec<u32> = cx.ring_order().collect();
-    let place =
-        |slot: u32| order.iter().position(|&other| other == slot).unwrap_or(usize::MAX) as u64;
-    let slot = cx.least_loaded(unit, place);
+    let least = cx.least_loaded(unit, |slot| cx.chance(slot));
+    // In the order of the ring, so that pickers agree: the first that is no more loaded than the least.
+    let slot =
+        cx.ring_order().find(|&slot| cx.relative_load(slot, unit) <= cx.relative_load(least, unit));
+    let slot = slot.unwrap_or(least);
     trace.steps.push(Step::AllOver { endpoint: slot, load: cx.load(slot, unit) });
     plain(slot, Reason::FallbackLeastLoaded)
 }

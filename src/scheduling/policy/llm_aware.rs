@@ -135,7 +135,7 @@ impl Policy for LlmAware {
             .long_cap(cx, remembered.is_some(), cost, unit, trace)
             .map_or(normal_cap, |cap| cap * weight);
 
-        let verdict = bound.verdict(cx, preferred, cap, trace);
+        let verdict = bound.test(cx, preferred, cap, trace);
         if verdict != Verdict::Over {
             #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
             let over_normal = verdict == Verdict::Fits
@@ -151,11 +151,8 @@ impl Policy for LlmAware {
 
         // Nothing is cached anywhere else, so every other endpoint has the full cost.
         let bound = self.bound(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.epsilon);
-        let slot = cx
-            .ring_order()
-            .filter(|&slot| slot != preferred)
-            .find(|&slot| bound.test(cx, slot, trace));
-        match slot {
+        let others = cx.ring_order().filter(|&slot| slot != preferred);
+        match bound.first_with_room(cx, others, trace) {
             Some(slot) => super::plain(slot, Reason::Overflow),
             None => {
                 let choice = least_loaded(cx, unit, trace);

@@ -27,13 +27,13 @@ impl Policy for Rendezvous {
             .pool
             .rendezvous()
             .top(cx.key, self.choices.get(), |slot| cx.candidates.contains(slot));
-        #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
-        let relative = |slot: u32| cx.load(slot, self.load) as f64 / cx.pool.endpoint(slot).weight;
         // The first of equal ones wins: min_by keeps the earlier.
         let slot = ranked
             .iter()
             .copied()
-            .min_by(|&a, &b| relative(a).total_cmp(&relative(b)))
+            .min_by(|&a, &b| {
+                cx.relative_load(a, self.load).total_cmp(&cx.relative_load(b, self.load))
+            })
             .expect("a policy is called with at least one candidate");
         let reason = if ranked.first() == Some(&slot) { Reason::Home } else { Reason::Overflow };
         trace.steps.push(Step::Ranked { endpoints: ranked });
