@@ -98,8 +98,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         .add_service(health_service);
     let incoming = tls::incoming(grpc_listener, certificate(&config)?)?;
     let mut grpc = tokio::spawn(grpc.serve_with_incoming_shutdown(incoming, stopped(stopping)));
-    let watching =
-        tokio::spawn(watch_pool(path, config.endpoints.poll_ms, points, scheduler, metrics));
+    let watching = tokio::spawn(watch_pool(path, config.endpoints.poll_ms, scheduler, metrics));
 
     let served = tokio::select! {
         () = asked_to_stop() => None,
@@ -224,15 +223,9 @@ async fn serve_http(listener: TcpListener, pages: axum::Router, stopping: watch:
     }
 }
 
-async fn watch_pool(
-    path: PathBuf,
-    poll_ms: u64,
-    points: u32,
-    scheduler: Arc<Scheduler>,
-    metrics: Arc<Metrics>,
-) {
+async fn watch_pool(path: PathBuf, poll_ms: u64, scheduler: Arc<Scheduler>, metrics: Arc<Metrics>) {
     let poll = Duration::from_millis(poll_ms.max(1));
-    file::watch(&path, points, poll, |change| match change {
+    file::watch(&path, scheduler.pool(), poll, |change| match change {
         Ok(pool) => adopt(&scheduler, pool),
         Err(error) => {
             metrics.pool_errors.inc();
@@ -243,9 +236,6 @@ async fn watch_pool(
 }
 
 fn adopt(scheduler: &Scheduler, pool: Arc<PoolSnapshot>) {
-    if scheduler.pool().endpoints() == pool.endpoints() {
-        return;
-    }
     tracing::info!(
         endpoints = pool.endpoints().len(),
         version = pool.version(),

@@ -7,7 +7,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 say "format and lints"
 cargo fmt --check
-cargo clippy --quiet --all-targets --all-features -- -D warnings
+cargo clippy --quiet --all-targets -- -D warnings
 
 say "real parts: Envoy, llama.cpp, a tiny model, an OTLP collector (set up once, then cached)"
 python3 bench/demo/parts.py --collector
@@ -16,4 +16,4 @@ say "demo driver"
 python3 -m unittest discover -s bench/demo -p 'test_*.py' -v 2>&1 | tail -n 4
 
 say "tests"
-cargo test --no-fail-fast
+cargo test --no-fail-fast --lib --test it

@@ -74,7 +74,7 @@ def find_envoy():
 
 
 def build():
-    command = "cargo build --release --features bench --bin llm-ring --example load --example backend --example naked"
+    command = "cargo build --release --bin llm-ring --example load --example backend --example naked"
     say(f"$ {command}")
     if subprocess.run(command.split(), cwd=ROOT).returncode:
         raise Failure("the build has failed")

@@ -16,7 +16,8 @@ use crate::yaml;
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document {
-    endpoints: Vec<Entry>,
+    /// Absent in an empty file, which is what a writer who truncates leaves for a moment.
+    endpoints: Option<Vec<Entry>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -55,8 +56,10 @@ struct EngineName(Engine);
 /// The text begins with line and column and says what is wrong.
 pub fn parse(text: &str) -> Result<Vec<Endpoint>, String> {
     let document: Document = yaml::parse(text)?;
-    Ok(document
+    let endpoints = document
         .endpoints
+        .ok_or("1:1: there is no list `endpoints`; a pool of none is `endpoints: []`")?;
+    Ok(endpoints
         .into_iter()
         .map(|entry| Endpoint {
             name: entry.name.0,
@@ -84,17 +87,18 @@ fn snapshot(path: &Path, text: &str, version: u64, points: u32) -> Result<PoolSn
         .map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Looks at the file every `poll` and hands on each new state, or what is wrong with it, once.
+/// Looks at the file every `poll` and hands on each state other than the `current` one, or what is wrong with the
+/// file, once.
 ///
 /// It compares contents, not times: a ConfigMap volume changes by a swap of links. Its first look is at once, so
 /// that nothing is missed between the start's reading and this watch.
 pub async fn watch(
     path: &Path,
-    points: u32,
+    mut current: Arc<PoolSnapshot>,
     poll: Duration,
     mut changed: impl FnMut(Result<Arc<PoolSnapshot>, String>),
 ) {
-    let (mut seen, mut version) = (None, 0);
+    let mut seen = None;
     let mut ticks = tokio::time::interval(poll);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -104,12 +108,17 @@ pub async fn watch(
         if seen.as_ref() == Some(&text) {
             continue;
         }
-        let result = text.clone().and_then(|text| snapshot(path, &text, version + 1, points));
-        if result.is_ok() {
-            version += 1;
-        }
+        let (version, points) = (current.version() + 1, current.ring_points());
+        let result = text.clone().and_then(|text| snapshot(path, &text, version, points));
         seen = Some(text);
-        changed(result.map(Arc::new));
+        match result.map(Arc::new) {
+            Ok(pool) if pool.endpoints() == current.endpoints() => {}
+            Ok(pool) => {
+                current = Arc::clone(&pool);
+                changed(Ok(pool));
+            }
+            Err(error) => changed(Err(error)),
+        }
     }
 }
 

@@ -60,8 +60,6 @@ pub struct ToSchedule {
     pub request: InferenceRequest,
     /// How far its body was read.
     pub body: &'static str,
-    /// The client's W3C trace context.
-    pub traceparent: Option<String>,
 }
 
 /// How the stream is to end.
@@ -95,6 +93,8 @@ pub struct Exchange {
     /// The peer follows Envoy's protocol to its end; one that sends no `protocol_config` only asks for a pick.
     envoy: bool,
     duplicates: u64,
+    request_id: String,
+    traceparent: Option<String>,
 }
 
 /// How bodies are exchanged.
@@ -142,7 +142,6 @@ struct Gathering {
 struct Head {
     request: InferenceRequest,
     header_key: Option<Conversation>,
-    traceparent: Option<String>,
     content_length: Option<u64>,
     remove: Vec<String>,
 }
@@ -203,6 +202,8 @@ impl Exchange {
             finished: false,
             envoy: false,
             duplicates: 0,
+            request_id: String::new(),
+            traceparent: None,
         }
     }
 
@@ -240,6 +241,18 @@ impl Exchange {
     #[must_use]
     pub fn duplicates(&self) -> u64 {
         self.duplicates
+    }
+
+    /// Returns the request's `x-request-id`, once it has come.
+    #[must_use]
+    pub fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
+    /// Returns the client's W3C trace context.
+    #[must_use]
+    pub fn traceparent(&self) -> Option<&str> {
+        self.traceparent.as_deref()
     }
 
     /// Takes a message of Envoy.
@@ -376,7 +389,7 @@ impl Exchange {
                         std::str::from_utf8(value).ok().and_then(|v| v.parse().ok());
                 }
                 "x-request-id" => head.request.id = text(value),
-                "traceparent" => head.traceparent = Some(text(value)),
+                "traceparent" => self.traceparent = Some(text(value)),
                 _ => {}
             }
             if is_control(name) {
@@ -392,6 +405,7 @@ impl Exchange {
                     Some(Conversation::named(identity(value), KeySource::Header(name.to_owned())));
             }
         }
+        self.request_id.clone_from(&head.request.id);
         let reader = RequestReader::new(path, content_type, encoding, &self.settings.read);
         let no_body = headers.end_of_stream;
         let limit = self.settings.max_body_bytes;
@@ -537,7 +551,7 @@ impl Exchange {
             return;
         };
         let Gathering { head, mut reader, chunks, bytes } = *gathering;
-        let Head { mut request, header_key, traceparent, content_length, remove } = head;
+        let Head { mut request, header_key, content_length, remove } = head;
         let whole = matches!(end, BodyEnd::Chunk | BodyEnd::Trailers);
         let reading = reader.reading(if whole { End::Whole } else { End::Partial });
         let body = match (&reading.completeness, end) {
@@ -568,11 +582,7 @@ impl Exchange {
         };
         let end = if carrier == Carrier::Body { BodyEnd::Absent } else { end };
         self.phase = Phase::Deciding(Held { carrier, chunks, end, remove });
-        self.effects.push_back(Effect::Schedule(Box::new(ToSchedule {
-            request,
-            body,
-            traceparent,
-        })));
+        self.effects.push_back(Effect::Schedule(Box::new(ToSchedule { request, body })));
     }
 
     fn reject(&mut self, rejection: Rejection) {
@@ -673,7 +683,7 @@ fn identity(value: &[u8]) -> String {
 fn is_control(name: &str) -> bool {
     const PREFIXES: [&str; 4] =
         ["x-llm-d-", "x-gateway-inference-", "x-gateway-model-", "x-gateway-destination-endpoint-"];
-    const NAMES: [&str; 12] = [
+    const NAMES: [&str; 13] = [
         "x-prefiller-host-port",
         "x-prefiller-url",
         "x-encoder-hosts-ports",
@@ -686,6 +696,7 @@ fn is_control(name: &str) -> bool {
         "x-session-token",
         "x-routed-to",
         "x-route-reason",
+        "x-route-policy",
     ];
     PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || NAMES.contains(&name)
 }

@@ -12,7 +12,7 @@ use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher as _;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -54,7 +54,6 @@ struct Shared {
     limits: Limits,
     explain_headers: bool,
     detail: Detail,
-    held: AtomicI64,
     seeds: Seeds,
 }
 
@@ -89,7 +88,6 @@ impl Picker {
         let Parts { scheduler, observer, exchange, limits, explain_headers, detail } = parts;
         let seeds = Seeds { start: RandomState::new().hash_one(0), drawn: AtomicU64::new(0) };
         let exchange = Arc::new(exchange);
-        let held = AtomicI64::new(0);
         Self(Arc::new(Shared {
             scheduler,
             observer,
@@ -97,7 +95,6 @@ impl Picker {
             limits,
             explain_headers,
             detail,
-            held,
             seeds,
         }))
     }
@@ -137,7 +134,6 @@ pub struct Pump {
     observation: Option<Observation>,
     /// Trace context of the gRPC call; it goes before the client's own.
     traceparent: Option<String>,
-    request_id: String,
     started: Instant,
     heard: Instant,
     timer: Option<Pin<Box<Sleep>>>,
@@ -169,7 +165,6 @@ impl Pump {
             booking: None,
             observation: None,
             traceparent,
-            request_id: String::new(),
             started: now,
             heard: now,
             timer: None,
@@ -184,13 +179,12 @@ impl Pump {
             Effect::Send(message) => return Some(Ok(*message)),
             Effect::Schedule(to_schedule) => self.schedule(*to_schedule),
             Effect::Rejected(rejection) => {
-                let observer = Arc::clone(&self.shared.observer);
-                let mut observation = observer.start(self.started, self.traceparent.as_deref());
-                observer.rejected(
+                let mut observation = self.observe();
+                self.shared.observer.rejected(
                     &mut observation,
                     rejection.as_str(),
                     &rejection.to_string(),
-                    &self.request_id,
+                    self.exchange.request_id(),
                 );
             }
             Effect::FirstToken => {
@@ -212,12 +206,16 @@ impl Pump {
         None
     }
 
+    /// Starts the observation of the request, under the trace of Envoy's call or else of the client.
+    fn observe(&self) -> Observation {
+        let parent = self.traceparent.as_deref().or(self.exchange.traceparent());
+        self.shared.observer.start(self.started, parent)
+    }
+
     fn schedule(&mut self, to_schedule: ToSchedule) {
-        let ToSchedule { request, body, traceparent } = to_schedule;
-        self.request_id.clone_from(&request.id);
+        let ToSchedule { request, body } = to_schedule;
         let shared = Arc::clone(&self.shared);
-        let parent = self.traceparent.take().or(traceparent);
-        let mut observation = shared.observer.start(self.started, parent.as_deref());
+        let mut observation = self.observe();
         if !matches!(body, "whole" | "none" | "partial") {
             shared.observer.metrics.unread_bodies.get_or_create(&Why { reason: body }).inc();
         }
@@ -235,17 +233,12 @@ impl Pump {
                         Vec::new()
                     },
                 });
-                shared.observer.decided(&mut observation, decision, &self.request_id, body, took);
+                shared.observer.decided(&mut observation, decision, &request.id, body, took);
                 self.observation = Some(observation);
             }
             Err(refusal) => {
                 let text = refusal.to_string();
-                shared.observer.rejected(
-                    &mut observation,
-                    refusal.as_str(),
-                    &text,
-                    &self.request_id,
-                );
+                shared.observer.rejected(&mut observation, refusal.as_str(), &text, &request.id);
                 self.exchange.refused(refusal);
             }
         }
@@ -269,8 +262,7 @@ impl Pump {
         let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         let change = signed(holds) - signed(self.held);
         self.held = holds;
-        let all = self.shared.held.fetch_add(change, Ordering::Relaxed) + change;
-        self.shared.observer.metrics.held_body_bytes.set(all);
+        let all = self.shared.observer.metrics.held_body_bytes.inc_by(change) + change;
         if change > 0 && all > signed(self.shared.limits.body_memory_bytes) {
             self.hurry(Hurry::Memory);
         }
@@ -306,6 +298,7 @@ impl Pump {
         }
         if Instant::now() >= idle {
             self.exchange.on_stalled_body();
+            self.account();
         } else {
             self.hurry(Hurry::Deadline);
         }
@@ -354,8 +347,7 @@ impl Drop for Pump {
         let metrics = &self.shared.observer.metrics;
         metrics.streams.dec();
         metrics.duplicate_body_messages.inc_by(self.exchange.duplicates());
-        let held = i64::try_from(self.held).unwrap_or(i64::MAX);
-        self.shared.held.fetch_sub(held, Ordering::Relaxed);
+        metrics.held_body_bytes.dec_by(i64::try_from(self.held).unwrap_or(i64::MAX));
         if let Some(outcome) = self.exchange.abandoned() {
             self.finish(&outcome);
         }

@@ -80,7 +80,12 @@ fn configuration_page_lists_every_key_with_its_default() {
                     writeln!(out, "| `{section}.{key}` | {} | {doc} |", shown(value)).unwrap();
                 }
             }
-            value => {
+            Value::Null
+            | Value::Bool(_)
+            | Value::Number(_)
+            | Value::String(_)
+            | Value::Sequence(_)
+            | Value::Tagged(_) => {
                 let doc = &docs[&("Config".to_owned(), section.to_owned())];
                 writeln!(out, "| `{section}` | {} | {doc} |", shown(value)).unwrap();
             }
