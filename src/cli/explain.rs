@@ -235,7 +235,9 @@ fn body_scenario(
             .collect(),
         ring_points: points,
         conversation: crate::ext_proc::exchange::body_conversation(&reading),
-        prompt_tokens: TokenEstimator::default().estimate(reading.model.as_deref(), &prompt).tokens,
+        prompt_tokens: TokenEstimator::default()
+            .estimate(reading.model.as_deref(), &prompt, None)
+            .tokens,
         max_tokens: reading.max_tokens.unwrap_or(config.load.default_max_tokens),
         placed: None,
         sequence: 0,

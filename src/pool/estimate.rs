@@ -51,20 +51,31 @@ impl Default for TokenEstimator {
 
 impl TokenEstimator {
     /// Estimates the tokens of a prompt for `model`.
-    pub fn estimate(&mut self, model: Option<&str>, prompt: &PromptSize) -> Estimate {
+    ///
+    /// A conversation's last prompt, which the engine has counted, is the better part of its next one: then only
+    /// what was added is estimated.
+    pub fn estimate(
+        &mut self,
+        model: Option<&str>,
+        prompt: &PromptSize,
+        counted: Option<(PromptSize, u64)>,
+    ) -> Estimate {
         let ratio = self
             .models
             .get(&key(model))
             .copied()
             .unwrap_or(Ratio { tokens_per_byte: FIRST_RATIO, answers: 0 });
+        let (added, before) = counted
+            .and_then(|(last, tokens)| Some((grown(prompt, &last)?, tokens)))
+            .unwrap_or((*prompt, 0));
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
             clippy::cast_precision_loss,
             reason = "bodies are limited to far less than 2^52 bytes"
         )]
-        let text = (prompt.text_bytes as f64 * ratio.tokens_per_byte).round() as u64;
-        let tokens = text.saturating_add(beside_text(prompt)).max(1);
+        let text = (added.text_bytes as f64 * ratio.tokens_per_byte).round() as u64;
+        let tokens = before.saturating_add(text).saturating_add(beside_text(&added)).max(1);
         Estimate { tokens, tokens_per_byte: ratio.tokens_per_byte, answers: ratio.answers }
     }
 
@@ -83,6 +94,16 @@ impl TokenEstimator {
         ratio.answers = (ratio.answers + 1).min(LEARNING_WINDOW);
         ratio.tokens_per_byte += (seen - ratio.tokens_per_byte) / f64::from(ratio.answers);
     }
+}
+
+/// Returns what `prompt` has more than `last`; `None` where it has less of something: the history was edited.
+fn grown(prompt: &PromptSize, last: &PromptSize) -> Option<PromptSize> {
+    Some(PromptSize {
+        text_bytes: prompt.text_bytes.checked_sub(last.text_bytes)?,
+        messages: prompt.messages.checked_sub(last.messages)?,
+        token_ids: prompt.token_ids.checked_sub(last.token_ids)?,
+        media: prompt.media.checked_sub(last.media)?,
+    })
 }
 
 fn beside_text(prompt: &PromptSize) -> u64 {
@@ -105,13 +126,13 @@ mod tests {
     #[test]
     fn starts_at_four_bytes_a_token_and_follows_the_engine() {
         let mut estimator = TokenEstimator::default();
-        assert_eq!(estimator.estimate(Some("m"), &PROMPT).tokens, 1020);
+        assert_eq!(estimator.estimate(Some("m"), &PROMPT, None).tokens, 1020);
         for _ in 0..20 {
             estimator.learn(Some("m"), &PROMPT, 2020);
         }
-        assert_eq!(estimator.estimate(Some("m"), &PROMPT).tokens, 2020);
+        assert_eq!(estimator.estimate(Some("m"), &PROMPT, None).tokens, 2020);
         assert_eq!(
-            estimator.estimate(Some("other"), &PROMPT).tokens,
+            estimator.estimate(Some("other"), &PROMPT, None).tokens,
             1020,
             "a model learns for itself"
         );
@@ -121,15 +142,27 @@ mod tests {
     fn absurd_counts_are_clamped() {
         let mut estimator = TokenEstimator::default();
         estimator.learn(None, &PROMPT, u64::MAX);
-        assert_eq!(estimator.estimate(None, &PROMPT).tokens, 8020);
+        assert_eq!(estimator.estimate(None, &PROMPT, None).tokens, 8020);
         estimator.learn(Some("zero"), &PROMPT, 0);
-        assert_eq!(estimator.estimate(Some("zero"), &PROMPT).tokens, 270);
+        assert_eq!(estimator.estimate(Some("zero"), &PROMPT, None).tokens, 270);
+    }
+
+    #[test]
+    fn a_next_turn_is_the_counted_last_one_and_what_was_added() {
+        let mut estimator = TokenEstimator::default();
+        let next = PromptSize { text_bytes: 4400, messages: 7, ..PROMPT };
+        assert_eq!(estimator.estimate(None, &next, Some((PROMPT, 1500))).tokens, 1500 + 100 + 8);
+        let edited = PromptSize { text_bytes: 3000, ..PROMPT };
+        assert_eq!(estimator.estimate(None, &edited, Some((PROMPT, 1500))).tokens, 770);
     }
 
     #[test]
     fn token_ids_are_counted_as_they_are() {
         let prompt = PromptSize { token_ids: 77, messages: 1, ..PromptSize::default() };
-        assert_eq!(TokenEstimator::default().estimate(None, &prompt).tokens, 81);
-        assert_eq!(TokenEstimator::default().estimate(None, &PromptSize::default()).tokens, 1);
+        assert_eq!(TokenEstimator::default().estimate(None, &prompt, None).tokens, 81);
+        assert_eq!(
+            TokenEstimator::default().estimate(None, &PromptSize::default(), None).tokens,
+            1
+        );
     }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use lru::LruCache;
 
-use super::{EndpointId, Outcome};
+use super::{EndpointId, Outcome, PromptSize};
 use crate::index::hash;
 
 /// Where a conversation was last served.
@@ -16,6 +16,8 @@ pub struct Placed {
     pub held: u64,
     /// Share of them that is believed to be there still, in [0, 1].
     pub kept: f64,
+    /// The last prompt and its tokens, where the engine counted them.
+    pub counted: Option<(PromptSize, u64)>,
 }
 
 /// The bounded memory: conversations by key, least recently served forgotten first.
@@ -79,14 +81,14 @@ impl Placement {
         &mut self,
         conversation: u64,
         endpoint: EndpointId,
-        estimated_prompt: u64,
+        (size, estimated): (PromptSize, u64),
         outcome: &Outcome,
     ) {
         if !outcome.succeeded() {
             return;
         }
         let usage = &outcome.usage;
-        let prompt = usage.prompt_tokens.unwrap_or(estimated_prompt);
+        let prompt = usage.prompt_tokens.unwrap_or(estimated);
         let before = self.served.peek(&conversation).filter(|placed| placed.endpoint == endpoint);
         let kept = match (before, usage.cached_tokens) {
             (Some(before), Some(cached)) => {
@@ -101,15 +103,11 @@ impl Placement {
             (None, _) => 1.0,
         };
         let held = prompt.saturating_add(usage.completion_tokens.unwrap_or(0));
-        self.served.put(conversation, Placed { endpoint, held, kept });
+        let counted = usage.prompt_tokens.map(|tokens| (size, tokens));
+        self.served.put(conversation, Placed { endpoint, held, kept, counted });
         if let Some(id) = &usage.response_id {
             self.answers.put(hash::hash(id.as_bytes()), conversation);
         }
-    }
-
-    /// Remembers a placement as it is, for `explain` and for tests.
-    pub fn put(&mut self, conversation: u64, placed: Placed) {
-        self.served.put(conversation, placed);
     }
 }
 
@@ -146,6 +144,9 @@ mod tests {
         }
     }
 
+    const SIZE: (PromptSize, u64) =
+        (PromptSize { text_bytes: 360, messages: 0, token_ids: 0, media: 0 }, 90);
+
     fn memory() -> Placement {
         Placement::new(NonZeroUsize::new(2).unwrap())
     }
@@ -153,19 +154,19 @@ mod tests {
     #[test]
     fn what_the_engine_found_is_what_is_believed_next() {
         let mut memory = memory();
-        memory.learn(1, id(1), 90, &served(100, 0));
+        memory.learn(1, id(1), SIZE, &served(100, 0));
         assert_eq!(memory.find(1).unwrap().cached(), 120, "a first turn is held whole");
-        memory.learn(1, id(1), 90, &served(200, 119));
+        memory.learn(1, id(1), SIZE, &served(200, 119));
         assert_eq!(memory.find(1).unwrap().cached(), 220);
-        memory.learn(1, id(1), 90, &served(300, 0));
+        memory.learn(1, id(1), SIZE, &served(300, 0));
         assert_eq!(
             memory.find(1).unwrap().cached(),
             0,
             "an engine that evicts is not believed to keep"
         );
-        memory.learn(1, id(1), 90, &served(400, 320));
+        memory.learn(1, id(1), SIZE, &served(400, 320));
         assert_eq!(memory.find(1).unwrap().cached(), 420, "and is believed again when it does");
-        memory.learn(1, id(2), 90, &served(400, 0));
+        memory.learn(1, id(2), SIZE, &served(400, 0));
         assert_eq!(memory.find(1).unwrap().cached(), 420, "a new place has just computed it");
     }
 
@@ -175,10 +176,10 @@ mod tests {
         for (status, ending) in
             [(Some(500), Ending::Complete), (Some(200), Ending::Aborted), (None, Ending::Aborted)]
         {
-            memory.learn(1, id(1), 90, &Outcome { ending, status, ..Outcome::default() });
+            memory.learn(1, id(1), SIZE, &Outcome { ending, status, ..Outcome::default() });
             assert_eq!(memory.find(1), None);
         }
-        memory.learn(1, id(1), 90, &Outcome { ending: Ending::Unobserved, ..Outcome::default() });
+        memory.learn(1, id(1), SIZE, &Outcome { ending: Ending::Unobserved, ..Outcome::default() });
         assert_eq!(memory.find(1).unwrap().cached(), 90);
     }
 
@@ -186,7 +187,7 @@ mod tests {
     fn the_memory_is_bounded_and_forgets_the_oldest() {
         let mut memory = memory();
         for conversation in 1..=3 {
-            memory.learn(conversation, id(1), 90, &served(100, 0));
+            memory.learn(conversation, id(1), SIZE, &served(100, 0));
         }
         assert_eq!((memory.len(), memory.find(1)), (2, None));
     }

@@ -76,7 +76,15 @@ impl Scenario {
         }
         let placed = self.placed.as_ref().and_then(|(name, cached)| {
             let slot = slot_of(name)?;
-            Some((slot, Placed { endpoint: pool.ids()[slot as usize], held: *cached, kept: 1.0 }))
+            Some((
+                slot,
+                Placed {
+                    endpoint: pool.ids()[slot as usize],
+                    held: *cached,
+                    kept: 1.0,
+                    counted: None,
+                },
+            ))
         });
         let mut trace = Trace {
             conversation: self.conversation.as_ref().map(|c| (c.id.clone(), c.source.clone())),

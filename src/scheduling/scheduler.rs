@@ -145,10 +145,11 @@ impl Scheduler {
         let conversation =
             request.conversation.as_ref().map(|conversation| state.key_of(conversation));
         let candidates = self.candidates(state, request)?;
-        let estimate = state.estimator.estimate(request.model.as_deref(), &request.prompt);
+        let placed = conversation.and_then(|key| state.placement.find(key));
+        let counted = placed.and_then(|placed| placed.counted);
+        let estimate = state.estimator.estimate(request.model.as_deref(), &request.prompt, counted);
         let max_tokens = request.max_tokens.unwrap_or(self.settings.default_max_tokens);
-        let placed = conversation
-            .and_then(|key| state.placement.find(key))
+        let placed = placed
             .and_then(|placed| Some((state.pool.slot_of(placed.endpoint)?, placed)))
             .filter(|(slot, _)| candidates.contains(*slot));
         state.sequence += 1;
@@ -306,7 +307,8 @@ impl Booking {
         if let Some(conversation) = subject.conversation {
             let served = outcome.served.and_then(|address| state.pool.slot_at(address));
             let endpoint = served.map_or(subject.endpoint, |slot| state.pool.ids()[slot as usize]);
-            state.placement.learn(conversation, endpoint, subject.prompt_tokens, outcome);
+            let prompt = (subject.prompt, subject.prompt_tokens);
+            state.placement.learn(conversation, endpoint, prompt, outcome);
         }
         if outcome.succeeded()
             && let Some(counted) = outcome.usage.prompt_tokens
