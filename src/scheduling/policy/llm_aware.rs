@@ -11,9 +11,14 @@ use crate::scheduling::decision::Verdict;
 use crate::scheduling::{Choice, Cx, Policy, Reason, Step, Trace, Unit};
 
 /// Prefers where the conversation was last served, else its home, within a cap on tokens of work.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
+#[serde(try_from = "Parameters", into = "Parameters")]
+pub struct LlmAware(Parameters);
+
+/// The parameters, not yet checked against each other.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
-#[serde(try_from = "Unchecked", into = "Unchecked")]
-pub struct LlmAware {
+#[serde(deny_unknown_fields, default)]
+struct Parameters {
     /// Slack over the fair share.
     epsilon: Slack,
     /// The same for long cached conversations; not below `epsilon`.
@@ -33,20 +38,7 @@ pub struct LlmAware {
 /// In a quiet pool the average is a few tokens, and a cap made of it moves long caches out of the way of short answers.
 const FLOOR_TOKENS: u64 = 512;
 
-/// The parameters before they are checked against each other.
-#[derive(Debug, Deserialize, Serialize)]
-#[serde(deny_unknown_fields, default)]
-struct Unchecked {
-    epsilon: Slack,
-    long_epsilon: Slack,
-    long_threshold_tokens: u64,
-    floor_tokens: u64,
-    token_load: bool,
-    placement_memory: bool,
-    long_stickiness: bool,
-}
-
-impl Default for Unchecked {
+impl Default for Parameters {
     fn default() -> Self {
         Self {
             epsilon: EPSILON,
@@ -60,55 +52,32 @@ impl Default for Unchecked {
     }
 }
 
-impl Default for LlmAware {
-    fn default() -> Self {
-        Self::try_from(Unchecked::default()).expect("the defaults agree with each other")
-    }
-}
-
-impl TryFrom<Unchecked> for LlmAware {
+impl TryFrom<Parameters> for LlmAware {
     type Error = String;
 
-    fn try_from(p: Unchecked) -> Result<Self, String> {
-        if p.long_epsilon.get() < p.epsilon.get() {
+    fn try_from(parameters: Parameters) -> Result<Self, String> {
+        let (epsilon, long) = (parameters.epsilon.get(), parameters.long_epsilon.get());
+        if long < epsilon {
             return Err(format!(
-                "long_epsilon ({}) is the cap of long conversations and cannot be below epsilon ({})",
-                p.long_epsilon.get(),
-                p.epsilon.get()
+                "long_epsilon ({long}) is the cap of long conversations and cannot be below epsilon ({epsilon})"
             ));
         }
-        Ok(Self {
-            epsilon: p.epsilon,
-            long_epsilon: p.long_epsilon,
-            long_threshold_tokens: p.long_threshold_tokens,
-            floor_tokens: p.floor_tokens,
-            token_load: p.token_load,
-            placement_memory: p.placement_memory,
-            long_stickiness: p.long_stickiness,
-        })
+        Ok(Self(parameters))
     }
 }
 
-impl From<LlmAware> for Unchecked {
-    fn from(p: LlmAware) -> Self {
-        Self {
-            epsilon: p.epsilon,
-            long_epsilon: p.long_epsilon,
-            long_threshold_tokens: p.long_threshold_tokens,
-            floor_tokens: p.floor_tokens,
-            token_load: p.token_load,
-            placement_memory: p.placement_memory,
-            long_stickiness: p.long_stickiness,
-        }
+impl From<LlmAware> for Parameters {
+    fn from(policy: LlmAware) -> Self {
+        policy.0
     }
 }
 
 impl Policy for LlmAware {
     fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
-        let unit = if self.token_load { Unit::Tokens } else { Unit::Requests };
+        let unit = if self.0.token_load { Unit::Tokens } else { Unit::Requests };
         let home = cx.home();
-        let remembered = if self.placement_memory { cx.placed } else { None };
-        trace.steps.push(match (self.placement_memory, remembered) {
+        let remembered = if self.0.placement_memory { cx.placed } else { None };
+        trace.steps.push(match (self.0.placement_memory, remembered) {
             (false, _) => Step::MemoryOff,
             (true, None) => Step::NotRemembered,
             (true, Some((slot, placed))) => {
@@ -127,7 +96,7 @@ impl Policy for LlmAware {
             unit,
         });
 
-        let bound = self.bound(cx, unit, cost, self.epsilon);
+        let bound = self.bound(cx, unit, cost, self.0.epsilon);
         trace.steps.push(bound.step());
         let weight = cx.relative_weight(preferred);
         let normal_cap = bound.cap(weight);
@@ -150,7 +119,8 @@ impl Policy for LlmAware {
         }
 
         // Nothing is cached anywhere else, so every other endpoint has the full cost.
-        let bound = self.bound(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.epsilon);
+        let bound =
+            self.bound(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.0.epsilon);
         let others = cx.ring_order().filter(|&slot| slot != preferred);
         match bound.first_with_room(cx, others, trace) {
             Some(slot) => super::plain(slot, Reason::Overflow),
@@ -164,12 +134,12 @@ impl Policy for LlmAware {
 
 impl LlmAware {
     fn bound(&self, cx: &Cx<'_>, unit: Unit, cost: u64, epsilon: Slack) -> Bound {
-        let floor = if self.token_load { self.floor_tokens } else { 0 };
+        let floor = if self.0.token_load { self.0.floor_tokens } else { 0 };
         Bound::new(cx, unit, cost, epsilon).with_floor(floor)
     }
 
     fn cost(&self, new_tokens: u64, max_tokens: u64) -> u64 {
-        if self.token_load { new_tokens.saturating_add(max_tokens) } else { 1 }
+        if self.0.token_load { new_tokens.saturating_add(max_tokens) } else { 1 }
     }
 
     /// Returns the cap of a long cached conversation, or `None` where the normal one holds, and says why.
@@ -182,17 +152,17 @@ impl LlmAware {
         trace: &mut Trace,
     ) -> Option<f64> {
         // Without a memory nothing is known, and home is where the cache most likely is.
-        let cache_likely = remembered || !self.placement_memory;
-        let (step, cap) = if !self.long_stickiness {
+        let cache_likely = remembered || !self.0.placement_memory;
+        let (step, cap) = if !self.0.long_stickiness {
             (Step::LongOff, None)
         } else if !cache_likely {
             (Step::LongNotCached, None)
-        } else if cx.prompt_tokens < self.long_threshold_tokens {
-            let threshold = self.long_threshold_tokens;
+        } else if cx.prompt_tokens < self.0.long_threshold_tokens {
+            let threshold = self.0.long_threshold_tokens;
             (Step::LongTooShort { prompt_tokens: cx.prompt_tokens, threshold }, None)
         } else {
-            let cap = self.bound(cx, unit, cost, self.long_epsilon).cap(1.0);
-            (Step::LongApplies { long_epsilon: self.long_epsilon.get(), cap }, Some(cap))
+            let cap = self.bound(cx, unit, cost, self.0.long_epsilon).cap(1.0);
+            (Step::LongApplies { long_epsilon: self.0.long_epsilon.get(), cap }, Some(cap))
         };
         trace.steps.push(step);
         cap
