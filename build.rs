@@ -1,7 +1,7 @@
 //! Compiles `proto/` without protoc. The messages are also the JSON of the decision log, hence serde.
 
 /// Fields that are absent from JSON when they are absent from the message.
-const OPTIONAL: [&str; 20] = [
+const OPTIONAL: [&str; 22] = [
     "Record.conversation",
     "Record.placement",
     "Record.outcome",
@@ -15,6 +15,8 @@ const OPTIONAL: [&str; 20] = [
     "Step.cap",
     "Step.unit",
     "Step.verdict",
+    "Step.cached",
+    "Step.threshold",
     "Outcome.status",
     "Outcome.ttft_ms",
     "Outcome.prompt_tokens",

@@ -2,6 +2,7 @@
 //! Builds each part from its settings, runs them, and ends them in order.
 
 use std::net::SocketAddr;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,7 +49,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let path = config.endpoints.file.clone().context(
         "no endpoints: name a file with --endpoints FILE, or in the configuration as endpoints.file",
     )?;
-    let points = u32::from(config.ring.points);
+    let points = config.ring.points.get();
     let pool = file::read(&path, 0, points).map_err(anyhow::Error::msg)?;
     tracing::info!(endpoints = pool.endpoints().len(), file = %path.display(), "endpoints loaded");
 
@@ -91,14 +92,15 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         detail: if config.log.full_detail { Detail::Full } else { Detail::Normal },
     });
     let grpc = Server::builder()
-        .initial_stream_window_size(config.server.stream_window_bytes)
-        .initial_connection_window_size(config.server.connection_window_bytes)
+        .initial_stream_window_size(config.server.stream_window_bytes.get())
+        .initial_connection_window_size(config.server.connection_window_bytes.get())
         .http2_keepalive_interval(Some(Duration::from_secs(60)))
         .add_service(picker.into_service())
         .add_service(health_service);
     let incoming = tls::incoming(grpc_listener, certificate(&config)?)?;
     let mut grpc = tokio::spawn(grpc.serve_with_incoming_shutdown(incoming, stopped(stopping)));
-    let watching = tokio::spawn(watch_pool(path, config.endpoints.poll_ms, scheduler, metrics));
+    let watching =
+        tokio::spawn(watch_pool(path, config.endpoints.poll_ms.into(), scheduler, metrics));
 
     let served = tokio::select! {
         () = asked_to_stop() => None,
@@ -148,13 +150,16 @@ pub fn settings(config: &Config) -> anyhow::Result<Settings> {
             0 => Admission::Open,
             requests => Admission::Limited {
                 requests,
-                retry_after: Duration::from_secs(config.admission.retry_after_seconds),
+                retry_after: Duration::from_secs(config.admission.retry_after_seconds.into()),
             },
         },
         release: config.load.release_prompt.into(),
         default_max_tokens: config.load.default_max_tokens,
         destinations: config.answers.destinations,
-        memory_entries: config.memory.conversations,
+        memory_entries: usize::try_from(config.memory.conversations.get())
+            .ok()
+            .and_then(NonZeroUsize::new)
+            .unwrap_or(NonZeroUsize::MIN),
     })
 }
 
@@ -224,7 +229,7 @@ async fn serve_http(listener: TcpListener, pages: axum::Router, stopping: watch:
 }
 
 async fn watch_pool(path: PathBuf, poll_ms: u64, scheduler: Arc<Scheduler>, metrics: Arc<Metrics>) {
-    let poll = Duration::from_millis(poll_ms.max(1));
+    let poll = Duration::from_millis(poll_ms);
     file::watch(&path, scheduler.pool(), poll, |change| match change {
         Ok(pool) => adopt(&scheduler, pool),
         Err(error) => {

@@ -41,6 +41,11 @@ fn explain(text: &str, path: &Path, error: &serde_yaml::Error) -> String {
         place.map_or_else(String::new, |(line, column)| format!("{line}:{column}: "))
     };
     let parsers = error.location().map(|place| (place.line(), place.column()));
+    if let Some((_, rest)) = cause.split_once("unknown variant `") {
+        let (value, known) = quoted(rest);
+        let message = unknown("value", value, &known);
+        return format!("{}`{path}`: {message}", at(locate(text, path).or(parsers)));
+    }
     let Some((_, rest)) = cause.split_once("unknown field `") else {
         // A value that our own types refuse is known by its path alone: the parser only knows the mapping around it.
         return match path.iter().next() {
@@ -48,14 +53,26 @@ fn explain(text: &str, path: &Path, error: &serde_yaml::Error) -> String {
             Some(_) => format!("{}`{path}`: {cause}", at(locate(text, path).or(parsers))),
         };
     };
-    let (key, known) = rest.split_once('`').unwrap_or((rest, ""));
-    let known: Vec<&str> = known.split('`').skip(1).step_by(2).collect();
+    let (key, known) = quoted(rest);
     let hint = did_you_mean(key, known.iter().copied());
     let path = path.to_string();
     let parent = path.strip_suffix(key).unwrap_or(&path).trim_end_matches('.');
     let within = if parent.is_empty() { String::new() } else { format!(" in `{parent}`") };
     let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
     format!("{}unknown key `{key}`{within}{hint} (known: {known})", at(parsers))
+}
+
+/// Takes `wrong`, and then the words in backticks after it.
+fn quoted(rest: &str) -> (&str, Vec<&str>) {
+    let (wrong, known) = rest.split_once('`').unwrap_or((rest, ""));
+    (wrong, known.split('`').skip(1).step_by(2).collect())
+}
+
+/// Says that there is no `kind` of that name, which one was probably meant, and which there are.
+#[must_use]
+pub fn unknown(kind: &str, name: &str, known: &[&str]) -> String {
+    let hint = did_you_mean(name, known.iter().copied());
+    format!("there is no {kind} `{name}`{hint} (known: {})", known.join(", "))
 }
 
 /// Finds the line and the column of the last key of a path, by looking for each key behind the one around it.

@@ -13,7 +13,7 @@ say "real parts: Envoy, llama.cpp, a tiny model, an OTLP collector (set up once,
 python3 bench/demo/parts.py --collector
 
 say "demo driver"
-python3 -m unittest discover -s bench/demo -p 'test_*.py' -v 2>&1 | tail -n 4
+python3 bench/demo/test_demo.py
 
 say "tests"
 cargo test --no-fail-fast --lib --test it

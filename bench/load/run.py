@@ -301,7 +301,7 @@ def table(rows):
 
 def machine():
     model = next((s.split(":")[1].strip() for s in open("/proc/cpuinfo") if s.startswith("model name")), "?")
-    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release().split('-')[0]}"
 
 
 def commit():

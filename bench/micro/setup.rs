@@ -56,7 +56,7 @@ fn request(conversation: u64, text_bytes: u64) -> InferenceRequest {
         id: "4c6f1c5e-7c1e-4f7d-9e57-0d2f9c1b7a11".to_owned(),
         conversation: Some(Conversation::named(format!("session-{conversation}"), source)),
         model: Some("meta-llama/Llama-3.1-8B-Instruct".to_owned()),
-        prompt: PromptSize { text_bytes, messages: 8, token_ids: 0, media: 0 },
+        prompt: PromptSize { text_bytes, messages: 8, ..PromptSize::default() },
         max_tokens: Some(256),
         subset: None,
     }

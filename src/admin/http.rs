@@ -46,6 +46,6 @@ async fn readyz(State(pages): State<Pages>) -> (StatusCode, &'static str) {
     if pages.ready.load(Ordering::Relaxed) {
         (StatusCode::OK, "ready\n")
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "not ready: no endpoints were loaded yet, or draining\n")
+        (StatusCode::SERVICE_UNAVAILABLE, "draining\n")
     }
 }

@@ -9,12 +9,12 @@ use anyhow::Context as _;
 use clap::Args;
 use serde::Deserialize as _;
 
-use super::Output;
-use crate::config::{self, Config};
+use super::{Output, print};
+use crate::config::{self, Config, Points};
 use crate::ext_proc::request::{End, RequestReader};
 use crate::pool::estimate::TokenEstimator;
-use crate::pool::{Conversation, Endpoint, Engine, KeySource, Load, PromptSize};
-use crate::scheduling::Scenario;
+use crate::pool::{Conversation, Endpoint, Engine, KeySource, Load, PromptSize, endpoint};
+use crate::scheduling::{POLICIES, Scenario};
 use crate::telemetry::{explain, pb};
 use crate::{app, discovery, yaml};
 
@@ -88,46 +88,54 @@ impl Explain {
             decision.model.clone_from(&given.model);
         }
         match self.output {
-            Output::Json => println!("{}", serde_json::to_string_pretty(&Decisions { decisions })?),
+            Output::Json => {
+                print(&(serde_json::to_string_pretty(&Decisions { decisions })? + "\n"))
+            }
             Output::Text => print_text(&decisions, &given, self.example),
         }
-        Ok(())
     }
 }
 
-fn print_text(decisions: &[pb::Record], given: &pb::Record, example: bool) {
+fn print_text(decisions: &[pb::Record], given: &pb::Record, example: bool) -> anyhow::Result<()> {
+    let mut out = String::new();
     if example {
-        println!(
+        out.push_str(
             "Three replicas. A conversation of 860 tokens comes back for up to 48 more; llm-0 served it last\n\
-             and has 820 of its tokens cached, but llm-0 is also the busiest. Move, or stay?\n"
+             and has 820 of its tokens cached, but llm-0 is also the busiest. Move, or stay?\n\n",
         );
     }
     for (i, decision) in decisions.iter().enumerate() {
         if example && i == 1 {
-            println!(
-                "The same under plain bounded loads, counted in tokens, which know nothing of the cache:\n"
-            );
+            out.push_str("The same under plain bounded loads, counted in tokens, which know nothing of the cache:\n\n");
         }
-        println!("{}", explain::render(decision));
+        out.push_str(&explain::render(decision));
+        out.push('\n');
+    }
+    if !given.target.is_empty() {
+        let differs =
+            decisions.iter().any(|d| d.policy == given.policy && d.target != given.target);
+        out.push_str(&format!(
+            "recorded: {} → {}   [{}]{}\n",
+            given.policy,
+            given.target,
+            given.reason,
+            if differs {
+                "   differs: the policy's parameters were others; name them with --config"
+            } else {
+                ""
+            }
+        ));
     }
     if let Some(outcome) = &given.outcome {
-        println!(
-            "recorded: {} → {}, {}",
-            given.reason,
-            given.target,
-            explain::render_outcome(outcome)
-        );
+        out.push_str(&format!("outcome:  {}\n", explain::render_outcome(outcome)));
     }
+    print(&out)
 }
 
 fn decide(scenario: &Scenario, policy: &str, config: &Config) -> anyhow::Result<pb::Record> {
     let (name, policy) = config.policies.get(policy).with_context(|| {
-        let known = || crate::scheduling::POLICIES.iter().map(|&(name, _)| name);
-        format!(
-            "there is no policy `{policy}`{} (known: {})",
-            yaml::did_you_mean(policy, known()),
-            known().collect::<Vec<_>>().join(", ")
-        )
+        let known: Vec<&str> = POLICIES.iter().map(|&(name, _)| name).collect();
+        yaml::unknown("policy", policy, &known)
     })?;
     Ok(explain::record(&scenario.decide(name, &*policy)?))
 }
@@ -138,7 +146,8 @@ fn read_record(file: &Path) -> anyhow::Result<pb::Record> {
         .with_context(|| format!("{}: cannot be read", file.display()))?;
     let value: serde_yaml::Value = serde_yaml::from_str(&text)
         .with_context(|| format!("{}: neither JSON nor YAML", file.display()))?;
-    let inner = value.get("decision").cloned();
+    // A line of the log, or what `explain --output json` printed.
+    let inner = value.get("decision").or_else(|| value.get("decisions")?.get(0)).cloned();
     match inner {
         Some(inner) => pb::Record::deserialize(inner)
             .with_context(|| format!("{}: its `decision` is no decision", file.display())),
@@ -167,7 +176,12 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
             let endpoint = Endpoint {
                 name: load.name.clone(),
                 address,
-                weight: if load.weight > 0.0 { load.weight } else { 1.0 },
+                weight: match load.weight {
+                    0.0 => 1.0,
+                    weight => endpoint::weight(weight)
+                        .map_err(anyhow::Error::msg)
+                        .with_context(|| load.name.clone())?,
+                },
                 labels: BTreeMap::new(),
                 engine: Engine::Unknown,
             };
@@ -180,21 +194,22 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
             ))
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let conversation = record.conversation.as_ref().map(|conversation| {
-        let named = Conversation::named(
-            conversation.id.clone(),
-            KeySource::Header(conversation.source.clone()),
-        );
-        if conversation.key == 0 { named } else { Conversation { key: conversation.key, ..named } }
+    let conversation = record.conversation.as_ref().map(|given| {
+        let source = if given.source.is_empty() { "the file" } else { &given.source };
+        let named = Conversation::named(given.id.clone(), KeySource::Header(source.to_owned()));
+        let key = hash(&given.key).context("conversation.key")?.unwrap_or(named.key);
+        Ok::<_, anyhow::Error>(Conversation { key, ..named })
     });
+    let points = match record.ring_points {
+        0 => Config::default().ring.points,
+        points => Points::try_from(u64::from(points))
+            .map_err(anyhow::Error::msg)
+            .context("ring_points")?,
+    };
     Ok(Scenario {
         endpoints,
-        ring_points: if record.ring_points > 0 {
-            record.ring_points
-        } else {
-            Config::default().ring.points.into()
-        },
-        conversation,
+        ring_points: points.get(),
+        conversation: conversation.transpose()?,
         prompt_tokens: record.prompt_tokens,
         max_tokens: record.max_tokens,
         placed: record
@@ -202,9 +217,19 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
             .as_ref()
             .map(|placed| (placed.endpoint.clone(), placed.cached_tokens)),
         sequence: record.sequence,
-        seed: record.seed,
+        seed: hash(&record.seed).context("seed")?.unwrap_or(0),
         destinations: NonZeroUsize::new(record.destinations.len()).unwrap_or(NonZeroUsize::MIN),
     })
+}
+
+/// Reads 16 hex digits, or nothing.
+fn hash(text: &str) -> anyhow::Result<Option<u64>> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    u64::from_str_radix(text, 16)
+        .map(Some)
+        .with_context(|| format!("`{text}` is no hash of 16 hex digits"))
 }
 
 /// Reads a body as the picker does and sets it before idle endpoints.
@@ -216,7 +241,7 @@ fn body_scenario(
 ) -> anyhow::Result<Scenario> {
     let bytes =
         std::fs::read(body).with_context(|| format!("{}: cannot be read", body.display()))?;
-    let points = u32::from(config.ring.points);
+    let points = config.ring.points.get();
     let pool = discovery::file::read(endpoints, 0, points).map_err(anyhow::Error::msg)?;
     let mut reader = RequestReader::new(path.as_bytes(), None, None, &app::exchange(config).read);
     reader.push(&bytes);
@@ -226,6 +251,7 @@ fn body_scenario(
         messages: reading.messages,
         token_ids: reading.token_ids,
         media: reading.media,
+        unread: false,
     };
     Ok(Scenario {
         endpoints: pool

@@ -1,17 +1,20 @@
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a command speaks to its user")]
+#![allow(clippy::print_stderr, reason = "a command speaks to its user")]
 //! The command line: the picker itself, and the tools that show what it does.
 
 mod explain;
 mod ring;
 mod watch;
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_yaml::Value;
 
 use crate::config::{self, Loaded, Overrides};
+use crate::scheduling::POLICIES;
 use crate::telemetry;
 
 /// An endpoint picker for the Kubernetes Gateway API Inference Extension: consistent hashing with bounded loads,
@@ -46,8 +49,8 @@ struct Settings {
     /// Endpoints file (YAML), watched for changes [endpoints.file]
     #[arg(long, short, value_name = "FILE")]
     endpoints: Option<PathBuf>,
-    /// Policy; `llm-ring ring --help` and docs/policies.md list them [policy]
-    #[arg(long, short, value_name = "NAME")]
+    /// Policy [policy]
+    #[arg(long, short, value_name = "NAME", value_parser = PossibleValuesParser::new(POLICIES.iter().map(|&(name, _)| name)))]
     policy: Option<String>,
     /// Address of all ports [server.address]
     #[arg(long, value_name = "IP")]
@@ -89,7 +92,7 @@ enum Output {
 pub fn run(cli: Cli) -> ExitCode {
     let result = match cli.command {
         Command::Serve(settings) => serve(settings),
-        Command::Config(settings) => settings.load().map(|loaded| print!("{}", loaded.render())),
+        Command::Config(settings) => settings.load().and_then(|loaded| print(&loaded.render())),
         Command::Explain(explain) => explain.run(),
         Command::Ring(ring) => ring.run(),
         Command::Watch(watch) => watch.run(),
@@ -100,6 +103,14 @@ pub fn run(cli: Cli) -> ExitCode {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Prints to standard output. A reader that has seen enough closes the pipe; that is no error.
+fn print(text: &str) -> anyhow::Result<()> {
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 

@@ -1,12 +1,13 @@
 //! `llm-ring ring`: what hashing does to the endpoints, in numbers.
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
 
-use super::Output;
-use crate::config::Config;
+use super::{Output, print};
+use crate::config;
 use crate::discovery;
 use crate::index::hash;
 use crate::index::rendezvous::Rendezvous;
@@ -16,13 +17,16 @@ use crate::index::ring::{HashRing, Member};
 pub(super) struct Ring {
     /// How many endpoints to make up, named llm-0, llm-1, ...
     #[arg(long, short = 'n', value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    endpoints: u32,
+    count: u32,
     /// Take the endpoints and weights of this file instead
-    #[arg(long, value_name = "FILE")]
-    file: Option<PathBuf>,
-    /// Virtual nodes for each unit of weight [default: ring.points]
+    #[arg(long, short, value_name = "FILE")]
+    endpoints: Option<PathBuf>,
+    /// Virtual nodes for each unit of weight [default: ring.points of the configuration]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     points: Option<u32>,
+    /// Configuration with ring.points
+    #[arg(long, short, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Keys to count with
     #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     keys: u32,
@@ -78,11 +82,20 @@ struct Lookup {
 
 type Named = (String, f64);
 
+/// A ring of more points takes gigabytes, and shows nothing new.
+const MOST_POINTS: u64 = 10_000_000;
+
 impl Ring {
     pub(super) fn run(self) -> anyhow::Result<()> {
-        let points = self.points.unwrap_or_else(|| Config::default().ring.points.into());
-        let members: Vec<Named> = match &self.file {
-            None => (0..self.endpoints).map(|i| (format!("llm-{i}"), 1.0)).collect(),
+        let config = config::load(self.config.as_deref(), &Vec::new())?.config;
+        let points = self.points.unwrap_or(config.ring.points.get());
+        anyhow::ensure!(
+            self.endpoints.is_some() || u64::from(self.count) * u64::from(points) <= MOST_POINTS,
+            "{} endpoints of {points} points are more than this tool draws ({MOST_POINTS} points)",
+            self.count
+        );
+        let members: Vec<Named> = match &self.endpoints {
+            None => (0..self.count).map(|i| (format!("llm-{i}"), 1.0)).collect(),
             Some(file) => {
                 let pool = discovery::file::read(file, 0, points).map_err(anyhow::Error::msg)?;
                 anyhow::ensure!(
@@ -98,10 +111,9 @@ impl Ring {
         };
         let report = report(&members, points, self.keys, &self.ids);
         match self.output {
-            Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
-            Output::Text => print_text(&report),
+            Output::Json => print(&(serde_json::to_string_pretty(&report)? + "\n")),
+            Output::Text => print(&text(&report)),
         }
-        Ok(())
     }
 }
 
@@ -196,15 +208,17 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", share * 100.0)
 }
 
-fn print_text(report: &Report) {
+fn text(report: &Report) -> String {
+    let mut out = String::new();
     const SHOWN: usize = 40;
-    println!(
+    let _ = writeln!(
+        out,
         "{} endpoints, {} points for each unit of weight\n",
         report.endpoints.len(),
         report.points
     );
     let width = report.endpoints.iter().map(|share| share.name.len()).max().unwrap_or(0).max(8);
-    println!("{:<width$}  weight   share   of its fair share", "endpoint");
+    let _ = writeln!(out, "{:<width$}  weight   share   of its fair share", "endpoint");
     for share in report.endpoints.iter().take(SHOWN) {
         #[expect(
             clippy::cast_possible_truncation,
@@ -212,7 +226,8 @@ fn print_text(report: &Report) {
             reason = "a bar of a few characters"
         )]
         let bar = "█".repeat((share.of_fair * 20.0).round() as usize);
-        println!(
+        let _ = writeln!(
+            out,
             "{:<width$}  {:>6}  {:>6}  {:>7}  {bar}",
             share.name,
             share.weight,
@@ -221,18 +236,20 @@ fn print_text(report: &Report) {
         );
     }
     if report.endpoints.len() > SHOWN {
-        println!("... and {} more", report.endpoints.len() - SHOWN);
+        let _ = writeln!(out, "... and {} more", report.endpoints.len() - SHOWN);
     }
-    println!(
+    let _ = writeln!(
+        out,
         "\nspread {} (standard deviation over mean), busiest over average {:.2}",
         percent(report.spread),
         report.busiest_over_average
     );
-    println!("\nkeys that move ({} keys)", report.keys);
+    let _ = writeln!(out, "\nkeys that move ({} keys)", report.keys);
     let width = report.moved.iter().map(|moved| moved.change.len()).max().unwrap_or(0);
-    println!("{:<width$}     ring  rendezvous    mod-n  the least possible", "");
+    let _ = writeln!(out, "{:<width$}     ring  rendezvous    mod-n  the least possible", "");
     for moved in &report.moved {
-        println!(
+        let _ = writeln!(
+            out,
             "{:<width$}  {:>7}  {:>10}  {:>7}  {:>18}",
             moved.change,
             percent(moved.ring),
@@ -242,11 +259,12 @@ fn print_text(report: &Report) {
         );
     }
     if !report.lookups.is_empty() {
-        println!("\nwhere conversations go: home first, then clockwise");
+        let _ = writeln!(out, "\nwhere conversations go: home first, then clockwise");
         for lookup in &report.lookups {
-            println!("{}  →  {}", lookup.id, lookup.order.join(" → "));
+            let _ = writeln!(out, "{}  →  {}", lookup.id, lookup.order.join(" → "));
         }
     }
+    out
 }
 
 #[cfg(test)]

@@ -4,8 +4,10 @@ use std::io::Write as _;
 
 use anyhow::Context as _;
 use clap::Args;
+use clap::builder::PossibleValuesParser;
 
 use super::Output;
+use crate::scheduling::Reason;
 use crate::telemetry::{explain, pb};
 use pb::decisions_client::DecisionsClient;
 
@@ -15,14 +17,14 @@ pub(super) struct Watch {
     #[arg(long, short, value_name = "URL", default_value = "http://127.0.0.1:9003")]
     address: String,
     /// Only this conversation
-    #[arg(long, value_name = "ID", default_value = "")]
-    conversation: String,
+    #[arg(long, value_name = "ID")]
+    conversation: Option<String>,
     /// Only requests that go to this endpoint
-    #[arg(long, value_name = "NAME", default_value = "")]
-    endpoint: String,
+    #[arg(long, value_name = "NAME")]
+    endpoint: Option<String>,
     /// Only decisions with this reason, such as `overflow`
-    #[arg(long, value_name = "REASON", default_value = "")]
-    reason: String,
+    #[arg(long, value_name = "REASON", value_parser = PossibleValuesParser::new(Reason::ALL.map(Reason::as_str)))]
+    reason: Option<String>,
     /// How to print; `json` is one record a line
     #[arg(long, short, value_enum, default_value_t = Output::Text)]
     output: Output,
@@ -34,19 +36,24 @@ impl Watch {
     }
 
     async fn follow(self) -> anyhow::Result<()> {
-        let mut client =
-            DecisionsClient::connect(self.address.clone()).await.with_context(|| {
-                format!(
-                    "no picker answers at {}; --address takes the address of its health port",
-                    self.address
-                )
-            })?;
-        let request = pb::WatchRequest {
-            conversation: self.conversation,
-            endpoint: self.endpoint,
-            reason: self.reason,
+        let address = if self.address.contains("://") {
+            self.address
+        } else {
+            format!("http://{}", self.address)
         };
-        let mut replies = client.watch(request).await?.into_inner();
+        let mut client = DecisionsClient::connect(address.clone()).await.with_context(|| {
+            format!("no picker answers at {address}; --address takes its health port")
+        })?;
+        let request = pb::WatchRequest {
+            conversation: self.conversation.unwrap_or_default(),
+            endpoint: self.endpoint.unwrap_or_default(),
+            reason: self.reason.unwrap_or_default(),
+        };
+        let replies = client.watch(request).await.map_err(|status| {
+            anyhow::anyhow!("{address} is not a picker's health port ({})", status.code())
+        })?;
+        let mut replies = replies.into_inner();
+        eprintln!("following {address}");
         while let Some(reply) = replies
             .message()
             .await

@@ -12,7 +12,7 @@ use crate::ext_proc::reply::ErrorFormat;
 use crate::pool::Release;
 use crate::scheduling::{POLICIES, Policies};
 use crate::telemetry::init::LogFormat;
-use crate::yaml::did_you_mean;
+use crate::yaml;
 
 pub use source::{ConfigError, Loaded, Overrides, load};
 
@@ -65,9 +65,9 @@ pub struct Server {
     /// Threads that serve; 0 is one a core. One is cheapest, and serves thousands of requests a second.
     pub threads: usize,
     /// HTTP/2 window of one stream, in bytes.
-    pub stream_window_bytes: u32,
+    pub stream_window_bytes: Window,
     /// HTTP/2 window of one connection of Envoy, in bytes: it carries many streams, so it is far larger.
-    pub connection_window_bytes: u32,
+    pub connection_window_bytes: Window,
 }
 
 /// TLS of the ext_proc port.
@@ -101,8 +101,8 @@ pub enum TlsMode {
 pub struct Endpoints {
     /// A YAML file with a list `endpoints`.
     pub file: Option<PathBuf>,
-    /// How often the file is looked at, in milliseconds.
-    pub poll_ms: u64,
+    /// How often the file is looked at, in milliseconds, 10 or more.
+    pub poll_ms: Ranged<10, 3_600_000>,
 }
 
 /// The name of a policy that exists.
@@ -118,17 +118,22 @@ pub struct Ring {
     pub points: Points,
 }
 
-/// Virtual nodes for each unit of weight.
+/// A number of `MIN` to `MAX`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(try_from = "u32", into = "u32")]
-pub struct Points(u32);
+#[serde(try_from = "u64", into = "u64")]
+pub struct Ranged<const MIN: u64, const MAX: u64>(u64);
+
+/// Virtual nodes for each unit of weight; 100 spread keys within about 10 %.
+pub type Points = Ranged<1, 10_000>;
+/// An HTTP/2 window, in bytes: the protocol's limits.
+pub type Window = Ranged<65_535, 0x7fff_ffff>;
 
 /// Placement memory.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Memory {
-    /// Conversations remembered, least recently served forgotten first.
-    pub conversations: NonZeroUsize,
+    /// Conversations remembered, 1 to 10,000,000, least recently served forgotten first.
+    pub conversations: Ranged<1, 10_000_000>,
 }
 
 /// How load is booked.
@@ -158,7 +163,7 @@ pub struct Admission {
     /// Requests in flight on an endpoint for each unit of its weight; 0 is no limit. Beyond: 429.
     pub max_requests_per_endpoint: u64,
     /// What a refused client is told to wait, in seconds.
-    pub retry_after_seconds: u64,
+    pub retry_after_seconds: Ranged<1, 86_400>,
 }
 
 /// How requests are read.
@@ -240,15 +245,15 @@ impl Default for Server {
             health_port: 9003,
             metrics_port: 9090,
             threads: 1,
-            stream_window_bytes: 1 << 20,
-            connection_window_bytes: 64 << 20,
+            stream_window_bytes: Ranged(1 << 20),
+            connection_window_bytes: Ranged(64 << 20),
         }
     }
 }
 
 impl Default for Endpoints {
     fn default() -> Self {
-        Self { file: None, poll_ms: 1000 }
+        Self { file: None, poll_ms: Ranged(1000) }
     }
 }
 
@@ -260,13 +265,13 @@ impl Default for PolicyName {
 
 impl Default for Ring {
     fn default() -> Self {
-        Self { points: Points(100) }
+        Self { points: Ranged(100) }
     }
 }
 
 impl Default for Memory {
     fn default() -> Self {
-        Self { conversations: NonZeroUsize::new(50_000).expect("not 0") }
+        Self { conversations: Ranged(50_000) }
     }
 }
 
@@ -278,7 +283,7 @@ impl Default for Load {
 
 impl Default for Admission {
     fn default() -> Self {
-        Self { max_requests_per_endpoint: 0, retry_after_seconds: 1 }
+        Self { max_requests_per_endpoint: 0, retry_after_seconds: Ranged(1) }
     }
 }
 
@@ -336,15 +341,11 @@ impl TryFrom<String> for PolicyName {
     type Error = String;
 
     fn try_from(name: String) -> Result<Self, String> {
-        let names = || POLICIES.iter().map(|&(name, _)| name);
-        if names().any(|known| known == name) {
+        if POLICIES.iter().any(|&(known, _)| known == name) {
             return Ok(Self(name));
         }
-        let hint = did_you_mean(&name, names());
-        Err(format!(
-            "there is no policy `{name}`{hint} (known: {})",
-            names().collect::<Vec<_>>().join(", ")
-        ))
+        let known: Vec<&str> = POLICIES.iter().map(|&(name, _)| name).collect();
+        Err(yaml::unknown("policy", &name, &known))
     }
 }
 
@@ -362,23 +363,32 @@ impl PolicyName {
     }
 }
 
-impl TryFrom<u32> for Points {
+impl<const MIN: u64, const MAX: u64> TryFrom<u64> for Ranged<MIN, MAX> {
     type Error = String;
 
-    fn try_from(points: u32) -> Result<Self, String> {
-        if (1..=10_000).contains(&points) {
-            Ok(Self(points))
+    fn try_from(number: u64) -> Result<Self, String> {
+        if (MIN..=MAX).contains(&number) {
+            Ok(Self(number))
         } else {
-            Err(format!(
-                "a ring has 1 to 10000 points an endpoint, not {points} (100 spread keys within about 10 %)"
-            ))
+            Err(format!("it is {MIN} to {MAX}, not {number}"))
         }
     }
 }
 
-impl From<Points> for u32 {
-    fn from(points: Points) -> Self {
-        points.0
+impl<const MIN: u64, const MAX: u64> From<Ranged<MIN, MAX>> for u64 {
+    fn from(number: Ranged<MIN, MAX>) -> Self {
+        number.0
+    }
+}
+
+impl<const MIN: u64, const MAX: u64> Ranged<MIN, MAX> {
+    /// Returns the number, for a range that a u32 holds.
+    ///
+    /// # Panics
+    /// `MAX` is beyond a u32.
+    #[must_use]
+    pub fn get(self) -> u32 {
+        u32::try_from(self.0).expect("the range's end is checked where the type is named")
     }
 }
 

@@ -60,7 +60,10 @@ pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, Config
             ConfigError(format!("--{flag}: {}", yaml::without_location(&error.to_string())))
         })?;
     }
-    check(&config)?;
+    check(&config).map_err(|error| match file {
+        Some(path) => ConfigError(format!("{}: {}", path.display(), error.0)),
+        None => error,
+    })?;
     Ok(Loaded { config, file: file.map(Path::to_path_buf), sources })
 }
 
@@ -71,6 +74,12 @@ fn check(config: &Config) -> Result<(), ConfigError> {
         return Err(ConfigError(
             "tls.mode is `files`, so tls.cert and tls.key must name PEM files".to_owned(),
         ));
+    }
+    if let Err(error) = tracing_subscriber::EnvFilter::try_new(&config.log.level) {
+        return Err(ConfigError(format!(
+            "log.level: `{}` is no level or filter such as `info` or `info,h2=debug`: {error}",
+            config.log.level
+        )));
     }
     let server = &config.server;
     let ports = [server.grpc_port, server.health_port, server.metrics_port];
@@ -204,6 +213,8 @@ mod tests {
                 &["2:3", "long_epsilon (1)", "cannot be below epsilon (2)"],
             ),
             ("ring: { points: 0 }", &["1:9", "`ring.points`", "1 to 10000"]),
+            ("tls:\n  mode: file", &["2:3", "`tls.mode`", "did you mean `files`"]),
+            ("server:\n  stream_window_bytes: 4294967295", &["2:3", "2147483647"]),
             ("answers:\n  destinations: 0", &["2:3"]),
             ("server:\n  grpc_port: http", &["2:3", "grpc_port"]),
             ("policy: bounded\npolicy: random", &["duplicate"]),

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::pool::{Endpoint, Engine, PoolSnapshot};
+use crate::pool::{Endpoint, Engine, PoolSnapshot, endpoint};
 use crate::yaml;
 
 /// The file.
@@ -154,13 +154,7 @@ impl TryFrom<f64> for Weight {
     type Error = String;
 
     fn try_from(weight: f64) -> Result<Self, String> {
-        if weight > 0.0 && weight <= 100.0 {
-            Ok(Self(weight))
-        } else {
-            Err(format!(
-                "a weight is above 0 and at most 100, not {weight}; to take an endpoint out, remove it"
-            ))
-        }
+        endpoint::weight(weight).map(Self)
     }
 }
 
@@ -168,18 +162,9 @@ impl TryFrom<String> for EngineName {
     type Error = String;
 
     fn try_from(name: String) -> Result<Self, String> {
-        let known = || Engine::NAMES.iter().map(|&(name, _)| name);
-        Engine::NAMES
-            .iter()
-            .find(|(known, _)| *known == name)
-            .map(|&(_, engine)| Self(engine))
-            .ok_or_else(|| {
-                let hint = yaml::did_you_mean(&name, known());
-                format!(
-                    "there is no engine `{name}`{hint} (known: {})",
-                    known().collect::<Vec<_>>().join(", ")
-                )
-            })
+        let known: Vec<&str> = Engine::NAMES.iter().map(|&(name, _)| name).collect();
+        let found = Engine::NAMES.iter().find(|(known, _)| *known == name);
+        found.map(|&(_, engine)| Self(engine)).ok_or_else(|| yaml::unknown("engine", &name, &known))
     }
 }
 

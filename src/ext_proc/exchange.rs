@@ -71,15 +71,6 @@ pub enum Close {
     Truncated,
 }
 
-/// Why an exchange must decide on what it has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hurry {
-    /// The decision deadline has passed.
-    Deadline,
-    /// The bodies waiting in all exchanges have filled their budget.
-    Memory,
-}
-
 /// One HTTP request and its answer.
 #[derive(Debug)]
 pub struct Exchange {
@@ -93,6 +84,10 @@ pub struct Exchange {
     /// The peer follows Envoy's protocol to its end; one that sends no `protocol_config` only asks for a pick.
     envoy: bool,
     duplicates: u64,
+    /// Bytes of the request's body that have come.
+    received: u64,
+    /// Those of them that are among the effects.
+    queued: u64,
     request_id: String,
     traceparent: Option<String>,
 }
@@ -134,7 +129,6 @@ struct Gathering {
     head: Head,
     reader: RequestReader,
     chunks: Vec<Vec<u8>>,
-    bytes: u64,
 }
 
 /// What the request's headers say.
@@ -161,6 +155,7 @@ enum Carrier {
     #[default]
     Headers,
     Body,
+    Trailers,
 }
 
 /// How the body ended.
@@ -202,6 +197,8 @@ impl Exchange {
             finished: false,
             envoy: false,
             duplicates: 0,
+            received: 0,
+            queued: 0,
             request_id: String::new(),
             traceparent: None,
         }
@@ -209,26 +206,35 @@ impl Exchange {
 
     /// Takes the next effect.
     pub fn next_effect(&mut self) -> Option<Effect> {
-        self.effects.pop_front()
+        let effect = self.effects.pop_front();
+        if let Some(Effect::Send(message)) = &effect {
+            self.queued -= reply::request_bytes(message);
+        }
+        effect
     }
 
-    /// Returns the bytes of the body that wait for the pick.
+    /// Returns the bytes of the request's body that wait here: for the pick, or for Envoy to take them.
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
         match &self.phase {
-            Phase::Gathering(gathering) => gathering.bytes,
+            Phase::Gathering(_) => self.received,
             Phase::Start
             | Phase::Deciding(_)
             | Phase::Passing
             | Phase::Answered
-            | Phase::Rejected => 0,
+            | Phase::Rejected => self.queued,
         }
     }
 
     /// Tells whether the request's body is still to come, so that its silence counts against a time limit.
     #[must_use]
     pub fn awaits_body(&self) -> bool {
-        matches!(self.phase, Phase::Gathering(_) | Phase::Passing)
+        match self.phase {
+            // Envoy gathers a buffered body itself, and keeps its own time.
+            Phase::Gathering(_) => self.modes.request != Mode::Buffered,
+            Phase::Passing => true,
+            Phase::Start | Phase::Deciding(_) | Phase::Answered | Phase::Rejected => false,
+        }
     }
 
     /// Tells whether [`Self::hurry`] would decide: only in duplex mode can a body follow its pick.
@@ -324,6 +330,11 @@ impl Exchange {
         }
     }
 
+    /// Refuses a body that is larger than the limit.
+    pub fn on_oversized(&mut self) {
+        self.reject(Rejection::TooLarge(self.settings.max_body_bytes));
+    }
+
     /// Answers [`Effect::Schedule`] with a pick.
     pub fn scheduled(&mut self, routing: Routing) {
         let Phase::Deciding(held) = std::mem::replace(&mut self.phase, Phase::Answered) else {
@@ -332,6 +343,7 @@ impl Exchange {
         match held.carrier {
             Carrier::Headers => self.send(reply::pick(&routing, held.remove)),
             Carrier::Body => self.send(reply::pick_on_body(&routing, held.remove)),
+            Carrier::Trailers => self.send(reply::pick_on_trailers(&routing)),
         }
         self.explanation = routing.explanation;
         match held.end {
@@ -410,14 +422,14 @@ impl Exchange {
         let no_body = headers.end_of_stream;
         let limit = self.settings.max_body_bytes;
         if !no_body && head.content_length.is_some_and(|length| length > limit) {
-            self.reject(Rejection::TooLarge(limit));
+            self.on_oversized();
             return;
         }
-        if no_body {
-            // Nothing is generated for a request without a body: it only counts as a request.
+        if no_body || is_embedding(path) {
+            // Nothing is generated.
             head.request.max_tokens = Some(0);
         }
-        let gathering = Gathering { head, reader, chunks: Vec::new(), bytes: 0 };
+        let gathering = Gathering { head, reader, chunks: Vec::new() };
         self.phase = Phase::Gathering(Box::new(gathering));
         match self.modes.request {
             _ if no_body => self.decide(BodyEnd::Absent),
@@ -430,13 +442,15 @@ impl Exchange {
     }
 
     fn on_request_body(&mut self, body: pb::HttpBody) {
+        if self.awaits_body() || matches!(self.phase, Phase::Gathering(_)) {
+            self.received += body.body.len() as u64;
+            if self.received > self.settings.max_body_bytes {
+                self.on_oversized();
+                return;
+            }
+        }
         match &mut self.phase {
             Phase::Gathering(gathering) => {
-                gathering.bytes += body.body.len() as u64;
-                if gathering.bytes > self.settings.max_body_bytes {
-                    self.reject(Rejection::TooLarge(self.settings.max_body_bytes));
-                    return;
-                }
                 gathering.reader.push(&body.body);
                 if self.modes.request == Mode::Duplex {
                     hold(&mut gathering.chunks, body.body);
@@ -446,19 +460,24 @@ impl Exchange {
                 }
             }
             Phase::Passing => {
-                match self.modes.request {
-                    Mode::Duplex => self.echo(Side::Request, vec![body.body], body.end_of_stream),
-                    Mode::Streamed | Mode::Buffered | Mode::None => {
-                        self.send(reply::unchanged(Side::Request));
-                    }
-                }
+                self.pass(body.body, body.end_of_stream);
                 if body.end_of_stream {
                     self.phase = Phase::Answered;
                 }
             }
+            // A gateway that does not show us headers: there is nothing to set a pick on.
+            Phase::Start => self.pass(body.body, body.end_of_stream),
             // Envoy 1.35 and later can deliver a large body's last chunk twice; the first one counted.
-            Phase::Start | Phase::Deciding(_) | Phase::Answered | Phase::Rejected => {
-                self.duplicates += 1;
+            Phase::Deciding(_) | Phase::Answered | Phase::Rejected => self.duplicates += 1,
+        }
+    }
+
+    /// Answers a chunk of the request's body that goes on as it is.
+    fn pass(&mut self, bytes: Vec<u8>, end: bool) {
+        match self.modes.request {
+            Mode::Duplex => self.echo(Side::Request, vec![bytes], end),
+            Mode::Streamed | Mode::Buffered | Mode::None => {
+                self.send(reply::unchanged(Side::Request));
             }
         }
     }
@@ -550,7 +569,7 @@ impl Exchange {
         let Phase::Gathering(gathering) = std::mem::replace(&mut self.phase, Phase::Start) else {
             return;
         };
-        let Gathering { head, mut reader, chunks, bytes } = *gathering;
+        let Gathering { head, mut reader, chunks } = *gathering;
         let Head { mut request, header_key, content_length, remove } = head;
         let whole = matches!(end, BodyEnd::Chunk | BodyEnd::Trailers);
         let reading = reader.reading(if whole { End::Whole } else { End::Partial });
@@ -565,22 +584,23 @@ impl Exchange {
             messages: reading.messages,
             token_ids: reading.token_ids,
             media: reading.media,
+            unread: false,
         };
         if !whole || matches!(reading.completeness, Completeness::Unreadable(_)) {
             // What was not read weighs as much as it is long.
-            let length = content_length.unwrap_or(0).max(bytes);
+            let length = content_length.unwrap_or(0).max(self.received);
             request.prompt.text_bytes = request.prompt.text_bytes.max(length);
+            request.prompt.unread = true;
         }
         request.max_tokens = request.max_tokens.or(reading.max_tokens);
         request.conversation = header_key.or_else(|| body_conversation(&reading));
         request.model = reading.model;
         // In a buffered mode the headers are answered already, so the body's answer carries the pick.
-        let carrier = if self.modes.request == Mode::Buffered && whole {
-            Carrier::Body
-        } else {
-            Carrier::Headers
+        let (carrier, end) = match (self.modes.request, end) {
+            (Mode::Buffered, BodyEnd::Chunk) => (Carrier::Body, BodyEnd::Absent),
+            (Mode::Buffered, BodyEnd::Trailers) => (Carrier::Trailers, BodyEnd::Absent),
+            _ => (Carrier::Headers, end),
         };
-        let end = if carrier == Carrier::Body { BodyEnd::Absent } else { end };
         self.phase = Phase::Deciding(Held { carrier, chunks, end, remove });
         self.effects.push_back(Effect::Schedule(Box::new(ToSchedule { request, body })));
     }
@@ -626,6 +646,7 @@ impl Exchange {
     }
 
     fn send(&mut self, message: pb::ProcessingResponse) {
+        self.queued += reply::request_bytes(&message);
         self.effects.push_back(Effect::Send(Box::new(message)));
     }
 }
@@ -666,6 +687,12 @@ pub fn body_conversation(reading: &Reading) -> Option<Conversation> {
         }
         None => reading.opening.map(Conversation::opening),
     }
+}
+
+/// Tells whether a path is one of embeddings.
+fn is_embedding(path: &[u8]) -> bool {
+    let path = path.split(|&byte| byte == b'?').next().unwrap_or_default();
+    path.trim_ascii_end().ends_with(b"/embeddings") || path.ends_with(b"/embeddings/")
 }
 
 /// Makes an identity that is safe in a header and a log line: the value itself, or its hash.

@@ -64,6 +64,22 @@ pub(crate) fn pick_on_body(routing: &Routing, remove: Vec<String>) -> pb::Proces
     with_metadata(Response::RequestBody(body), routing)
 }
 
+/// Answers trailers with the pick, for a buffered request that has no body: metadata alone can carry it.
+pub(crate) fn pick_on_trailers(routing: &Routing) -> pb::ProcessingResponse {
+    with_metadata(Response::RequestTrailers(pb::TrailersResponse::default()), routing)
+}
+
+/// Counts the bytes of a request's body in a message.
+pub(crate) fn request_bytes(message: &pb::ProcessingResponse) -> u64 {
+    let Some(Response::RequestBody(body)) = &message.response else { return 0 };
+    let mutation = body.response.as_ref().and_then(|common| common.body_mutation.as_ref());
+    match mutation.and_then(|mutation| mutation.mutation.as_ref()) {
+        Some(pb::body_mutation::Mutation::StreamedResponse(chunk)) => chunk.body.len() as u64,
+        Some(pb::body_mutation::Mutation::Body(_) | pb::body_mutation::Mutation::ClearBody(_))
+        | None => 0,
+    }
+}
+
 fn common(routing: &Routing, remove: Vec<String>) -> pb::CommonResponse {
     let mut set_headers = vec![set(DESTINATION, routing.destination.clone())];
     set_headers.extend(routing.traceparent.clone().map(|value| set("traceparent", value)));

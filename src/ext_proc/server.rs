@@ -20,9 +20,9 @@ use envoy_types::pb::envoy::service::ext_proc::v3 as pb;
 use pb::external_processor_server::{ExternalProcessor, ExternalProcessorServer};
 use tokio::time::Sleep;
 use tokio_stream::Stream;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 
-use super::exchange::{Close, Effect, Exchange, ExchangeSettings, Hurry, ToSchedule};
+use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
 use crate::index::hash;
 use crate::scheduling::{Booking, Decision, Detail, Scheduler};
@@ -72,6 +72,15 @@ pub struct Parts {
     pub explain_headers: bool,
     /// How much a trace holds.
     pub detail: Detail,
+}
+
+/// Why an exchange must decide on what it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Hurry {
+    /// The decision deadline has passed.
+    Deadline,
+    /// The bodies waiting in all exchanges have filled their budget.
+    Memory,
 }
 
 /// A stream of draws that no client can foresee.
@@ -179,7 +188,9 @@ impl Pump {
             Effect::Send(message) => return Some(Ok(*message)),
             Effect::Schedule(to_schedule) => self.schedule(*to_schedule),
             Effect::Rejected(rejection) => {
-                let mut observation = self.observe();
+                // After its pick the request is under observation already.
+                let mut observation = self.observation.take().unwrap_or_else(|| self.observe());
+                self.booking = None;
                 self.shared.observer.rejected(
                     &mut observation,
                     rejection.as_str(),
@@ -208,8 +219,8 @@ impl Pump {
 
     /// Starts the observation of the request, under the trace of Envoy's call or else of the client.
     fn observe(&self) -> Observation {
-        let parent = self.traceparent.as_deref().or(self.exchange.traceparent());
-        self.shared.observer.start(self.started, parent)
+        let parents = [self.traceparent.as_deref(), self.exchange.traceparent()];
+        self.shared.observer.start(self.started, parents)
     }
 
     fn schedule(&mut self, to_schedule: ToSchedule) {
@@ -263,7 +274,8 @@ impl Pump {
         let change = signed(holds) - signed(self.held);
         self.held = holds;
         let all = self.shared.observer.metrics.held_body_bytes.inc_by(change) + change;
-        if change > 0 && all > signed(self.shared.limits.body_memory_bytes) {
+        let over = all > signed(self.shared.limits.body_memory_bytes);
+        if change > 0 && over && self.exchange.can_hurry() {
             self.hurry(Hurry::Memory);
         }
     }
@@ -314,6 +326,7 @@ impl Stream for Pump {
         loop {
             while let Some(effect) = pump.exchange.next_effect() {
                 if let Some(message) = pump.perform(effect) {
+                    pump.account();
                     return Poll::Ready(Some(message));
                 }
             }
@@ -325,6 +338,13 @@ impl Stream for Pump {
                     pump.heard = Instant::now();
                     pump.exchange.on(message);
                     pump.account();
+                }
+                // A message over the limit of the decoder: its body is over ours.
+                Poll::Ready(Some(Err(status)))
+                    if status.code() == Code::OutOfRange && pump.exchange.awaits_body() =>
+                {
+                    pump.exchange.on_oversized();
+                    pump.state = State::HalfClosed;
                 }
                 // Envoy resets a stream at its normal end; whether it was one, the exchange knows.
                 Poll::Ready(Some(Err(_))) => pump.state = State::Closed,

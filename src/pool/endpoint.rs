@@ -1,7 +1,6 @@
 //! One model server of the pool.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::SocketAddr;
 
 use crate::index::hash;
@@ -55,6 +54,20 @@ impl Engine {
     ];
 }
 
+/// Takes a weight above 0 and at most 100.
+///
+/// # Errors
+/// Any other number; the text says what to do.
+pub fn weight(weight: f64) -> Result<f64, String> {
+    if weight > 0.0 && weight <= 100.0 {
+        Ok(weight)
+    } else {
+        Err(format!(
+            "a weight is above 0 and at most 100, not {weight}; to take an endpoint out, remove it"
+        ))
+    }
+}
+
 impl Endpoint {
     /// Returns the identity of this life of the endpoint.
     #[must_use]
@@ -71,11 +84,5 @@ impl EndpointId {
     #[must_use]
     pub fn hash(self) -> u64 {
         self.0
-    }
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.name, self.address)
     }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use lru::LruCache;
 
-use super::PromptSize;
+use super::{MOST_TOKENS, PromptSize};
 use crate::index::hash;
 
 /// Tokens a byte of text before anything is known: about four bytes a token in English.
@@ -75,14 +75,15 @@ impl TokenEstimator {
             reason = "bodies are limited to far less than 2^52 bytes"
         )]
         let text = (added.text_bytes as f64 * ratio.tokens_per_byte).round() as u64;
-        let tokens = before.saturating_add(text).saturating_add(beside_text(&added)).max(1);
+        let tokens =
+            before.saturating_add(text).saturating_add(beside_text(&added)).clamp(1, MOST_TOKENS);
         Estimate { tokens, tokens_per_byte: ratio.tokens_per_byte, answers: ratio.answers }
     }
 
     /// Learns from the number of tokens that the engine counted in the same prompt.
     pub fn learn(&mut self, model: Option<&str>, prompt: &PromptSize, counted: u64) {
         // Media differ too much in size to learn from, and short texts are mostly template.
-        if prompt.media > 0 || prompt.text_bytes < 64 {
+        if prompt.unread || prompt.media > 0 || prompt.text_bytes < 64 {
             return;
         }
         #[expect(clippy::cast_precision_loss, reason = "a ratio of counts far below 2^52")]
@@ -103,6 +104,7 @@ fn grown(prompt: &PromptSize, last: &PromptSize) -> Option<PromptSize> {
         messages: prompt.messages.checked_sub(last.messages)?,
         token_ids: prompt.token_ids.checked_sub(last.token_ids)?,
         media: prompt.media.checked_sub(last.media)?,
+        unread: prompt.unread,
     })
 }
 
@@ -121,7 +123,8 @@ fn key(model: Option<&str>) -> u64 {
 mod tests {
     use super::*;
 
-    const PROMPT: PromptSize = PromptSize { text_bytes: 4000, messages: 5, token_ids: 0, media: 0 };
+    const PROMPT: PromptSize =
+        PromptSize { text_bytes: 4000, messages: 5, token_ids: 0, media: 0, unread: false };
 
     #[test]
     fn starts_at_four_bytes_a_token_and_follows_the_engine() {

@@ -42,6 +42,10 @@ pub struct Ticket {
     work: Work,
 }
 
+/// More tokens than any context window, and few enough that sums over any number of requests stay exact. What a
+/// client or an engine claims beyond it is not believed.
+pub const MOST_TOKENS: u64 = 1 << 24;
+
 /// The load of all endpoints, in slot order of the adopted snapshot.
 #[derive(Debug, Default)]
 pub struct LoadLedger {
@@ -63,8 +67,8 @@ struct Counter {
 impl Work {
     /// Adds both parts.
     #[must_use]
-    pub fn tokens(self) -> u64 {
-        self.prefill.saturating_add(self.decode)
+    fn tokens(self) -> u64 {
+        self.prefill + self.decode
     }
 }
 
@@ -102,6 +106,8 @@ impl LoadLedger {
 
     /// Books one request with its work on the endpoint in `slot`.
     pub fn book(&mut self, slot: u32, work: Work) -> Ticket {
+        let work =
+            Work { prefill: work.prefill.min(MOST_TOKENS), decode: work.decode.min(MOST_TOKENS) };
         let counter = self.by_slot[slot as usize];
         self.add(counter, Load { requests: 1, tokens: work.tokens() });
         Ticket { counter, work }
@@ -125,6 +131,8 @@ impl LoadLedger {
 
     /// Sets the load of an idle endpoint to what a recorded decision saw. Nothing can release it.
     pub fn preset(&mut self, slot: u32, load: Load) {
+        const MOST: u64 = MOST_TOKENS << 16;
+        let load = Load { requests: load.requests.min(MOST), tokens: load.tokens.min(MOST) };
         self.add(self.by_slot[slot as usize], load);
     }
 
@@ -227,7 +235,8 @@ mod tests {
         prop_oneof![
             prop::collection::btree_set(1u8..6, 1..6)
                 .prop_map(|set| Act::Adopt(set.into_iter().collect())),
-            (any::<u8>(), 0u64..5000, 0u64..500).prop_map(|(slot, p, d)| Act::Book(slot, p, d)),
+            (any::<u8>(), any::<u64>(), prop_oneof![0u64..500, any::<u64>()])
+                .prop_map(|(slot, p, d)| Act::Book(slot, p, d)),
             any::<usize>().prop_map(Act::First),
             any::<usize>().prop_map(Act::End),
         ]

@@ -9,7 +9,7 @@ pub mod request;
 pub mod snapshot;
 
 pub use endpoint::{Endpoint, EndpointId, Engine};
-pub use load::{Load, LoadLedger, Release, Ticket, Work};
+pub use load::{Load, LoadLedger, MOST_TOKENS, Release, Ticket, Work};
 pub use outcome::{Ending, Outcome, Usage};
 pub use placement::{Placed, Placement};
 pub use request::{Conversation, InferenceRequest, KeySource, PromptSize};

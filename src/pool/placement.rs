@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use lru::LruCache;
 
-use super::{EndpointId, Outcome, PromptSize};
+use super::{EndpointId, MOST_TOKENS, Outcome, PromptSize};
 use crate::index::hash;
 
 /// Where a conversation was last served.
@@ -88,7 +88,7 @@ impl Placement {
             return;
         }
         let usage = &outcome.usage;
-        let prompt = usage.prompt_tokens.unwrap_or(estimated);
+        let prompt = usage.prompt_tokens.unwrap_or(estimated).min(MOST_TOKENS);
         let before = self.served.peek(&conversation).filter(|placed| placed.endpoint == endpoint);
         let kept = match (before, usage.cached_tokens) {
             (Some(before), Some(cached)) => {
@@ -102,8 +102,8 @@ impl Placement {
             (Some(before), None) => before.kept,
             (None, _) => 1.0,
         };
-        let held = prompt.saturating_add(usage.completion_tokens.unwrap_or(0));
-        let counted = usage.prompt_tokens.map(|tokens| (size, tokens));
+        let held = prompt + usage.completion_tokens.unwrap_or(0).min(MOST_TOKENS);
+        let counted = usage.prompt_tokens.filter(|_| !size.unread).map(|_| (size, prompt));
         self.served.put(conversation, Placed { endpoint, held, kept, counted });
         if let Some(id) = &usage.response_id {
             self.answers.put(hash::hash(id.as_bytes()), conversation);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     const SIZE: (PromptSize, u64) =
-        (PromptSize { text_bytes: 360, messages: 0, token_ids: 0, media: 0 }, 90);
+        (PromptSize { text_bytes: 360, messages: 0, token_ids: 0, media: 0, unread: false }, 90);
 
     fn memory() -> Placement {
         Placement::new(NonZeroUsize::new(2).unwrap())

@@ -70,4 +70,6 @@ pub struct PromptSize {
     pub token_ids: u64,
     /// Images, audio and other media.
     pub media: u64,
+    /// The body was not read whole: `text_bytes` is its length, and nothing can be learned from it.
+    pub unread: bool,
 }

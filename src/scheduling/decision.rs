@@ -117,6 +117,17 @@ pub enum Step {
         /// The unit.
         unit: Unit,
     },
+    /// What the request costs wherever nothing of it is cached.
+    CostElsewhere {
+        /// Tokens to compute.
+        new_tokens: u64,
+        /// Tokens to generate.
+        max_tokens: u64,
+        /// What would be booked, in the policy's unit.
+        cost: u64,
+        /// The unit.
+        unit: Unit,
+    },
     /// What an endpoint of average weight may carry, this request included.
     Capacity {
         /// Load of all candidates with this request.
@@ -136,8 +147,10 @@ pub enum Step {
     LongApplies {
         /// Slack over the average for long conversations.
         long_epsilon: f64,
-        /// Average × (1 + long ε).
+        /// Average × (1 + long ε), at least the floor.
         cap: f64,
+        /// Whether the cap is the floor.
+        floor: bool,
     },
     /// It may not, since the prompt is shorter than the threshold.
     LongTooShort {
@@ -160,6 +173,8 @@ pub enum Step {
         cost: u64,
         /// What it may carry.
         cap: f64,
+        /// Its weight over the average weight, which is in the cap.
+        weight: f64,
         /// The outcome.
         verdict: Verdict,
     },

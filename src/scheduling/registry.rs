@@ -3,9 +3,6 @@
 use serde::{Deserialize, Serialize};
 
 use super::Policy;
-use super::policy::{
-    bounded, consistent, least_loaded, llm_aware, mod_n, random, rendezvous, round_robin,
-};
 
 /// Makes the table of policies: configuration key, field and type of its parameters, which are the policy itself.
 macro_rules! policies {
@@ -38,12 +35,12 @@ macro_rules! policies {
 }
 
 policies! {
-    "random" random: random::Random, "an endpoint by chance; the baseline of baselines";
-    "round-robin" round_robin: round_robin::RoundRobin, "each endpoint in turn; spreads requests, forgets conversations";
-    "mod-n" mod_n: mod_n::ModN, "the conversation's hash modulo the number of endpoints; a change of membership moves nearly everything";
-    "least-loaded" least_loaded: least_loaded::LeastLoaded, "the endpoint with the least work for its weight";
-    "consistent" consistent: consistent::Consistent, "the conversation's home on a hash ring; a change of membership moves only the changed endpoint's share";
-    "rendezvous" rendezvous: rendezvous::Rendezvous, "highest-random-weight hash: exact weights, and the lightest of the best `choices`";
-    "bounded" bounded: bounded::Bounded, "consistent hashing with bounded loads: home, unless it carries more than (1 + epsilon) times the average";
-    "llm-aware" llm_aware: llm_aware::LlmAware, "bounded loads in tokens of actual work, with placement memory and patience for long cached conversations";
+    "random" random: super::policy::random::Random, "an endpoint by chance; the baseline of baselines";
+    "round-robin" round_robin: super::policy::round_robin::RoundRobin, "each endpoint in turn; spreads requests, forgets conversations";
+    "mod-n" mod_n: super::policy::mod_n::ModN, "the conversation's hash modulo the number of endpoints; a change of membership moves nearly everything";
+    "least-loaded" least_loaded: super::policy::least_loaded::LeastLoaded, "the endpoint with the least work for its weight";
+    "consistent" consistent: super::policy::consistent::Consistent, "the conversation's home on a hash ring; a change of membership moves only the changed endpoint's share";
+    "rendezvous" rendezvous: super::policy::rendezvous::Rendezvous, "highest-random-weight hash: exact weights, and the lightest of the best `choices`";
+    "bounded" bounded: super::policy::bounded::Bounded, "consistent hashing with bounded loads: home, unless it carries more than (1 + epsilon) times the average";
+    "llm-aware" llm_aware: super::policy::llm_aware::LlmAware, "bounded loads in tokens of actual work, with placement memory and patience for long cached conversations";
 }

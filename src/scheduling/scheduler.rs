@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::{Candidates, Choice, Cx, Decision, Policy, Reason, Refusal, Step, Trace, Unit};
 use crate::pool::estimate::TokenEstimator;
 use crate::pool::{
-    Conversation, InferenceRequest, KeySource, Load, LoadLedger, Outcome, Placement, PoolSnapshot,
-    PromptSize, Release, Ticket, Work,
+    Conversation, InferenceRequest, KeySource, Load, LoadLedger, MOST_TOKENS, Outcome, Placement,
+    PoolSnapshot, PromptSize, Release, Ticket, Work,
 };
 
 /// Pools up to this size have every candidate's load in every trace; in larger ones it would cost more than the pick.
@@ -89,6 +89,8 @@ struct Subject {
     model: Option<String>,
     prompt: PromptSize,
     prompt_tokens: u64,
+    /// Whether anything was to be generated; what computes no answer leaves no conversation in a cache.
+    generates: bool,
 }
 
 impl Scheduler {
@@ -148,7 +150,8 @@ impl Scheduler {
         let placed = conversation.and_then(|key| state.placement.find(key));
         let counted = placed.and_then(|placed| placed.counted);
         let estimate = state.estimator.estimate(request.model.as_deref(), &request.prompt, counted);
-        let max_tokens = request.max_tokens.unwrap_or(self.settings.default_max_tokens);
+        let max_tokens =
+            request.max_tokens.unwrap_or(self.settings.default_max_tokens).min(MOST_TOKENS);
         let placed = placed
             .and_then(|placed| Some((state.pool.slot_of(placed.endpoint)?, placed)))
             .filter(|(slot, _)| candidates.contains(*slot));
@@ -193,6 +196,7 @@ impl Scheduler {
             model: request.model.clone(),
             prompt: request.prompt,
             prompt_tokens: estimate.tokens,
+            generates: max_tokens > 0,
         };
         Ok((decision, Booking { scheduler: Arc::clone(self), ticket: Some(ticket), subject }))
     }
@@ -304,7 +308,9 @@ impl Booking {
     pub fn finish(mut self, outcome: &Outcome) {
         let mut state = self.scheduler.lock();
         let subject = &self.subject;
-        if let Some(conversation) = subject.conversation {
+        if let Some(conversation) = subject.conversation
+            && subject.teaches(outcome)
+        {
             let served = outcome.served.and_then(|address| state.pool.slot_at(address));
             let endpoint = served.map_or(subject.endpoint, |slot| state.pool.ids()[slot as usize]);
             let prompt = (subject.prompt, subject.prompt_tokens);
@@ -318,6 +324,14 @@ impl Booking {
         if let Some(ticket) = self.ticket.take() {
             state.ledger.release(ticket);
         }
+    }
+}
+
+impl Subject {
+    /// Tells whether the conversation's prompt was computed: a listing of models with the same session header is no turn.
+    fn teaches(&self, outcome: &Outcome) -> bool {
+        let read = self.prompt.messages + self.prompt.token_ids > 0;
+        self.generates && (read || outcome.usage.prompt_tokens.is_some())
     }
 }
 

@@ -195,6 +195,42 @@ fn in_a_quiet_pool_a_cache_is_not_left_for_a_few_tokens() {
 }
 
 #[test]
+fn a_request_that_is_no_turn_teaches_nothing() {
+    let scheduler = scheduler("llm-aware", 3);
+    let (_, booking) = pick(&scheduler, &request("c", 500), 0);
+    booking.finish(&served(500, 0));
+    let listing = InferenceRequest { max_tokens: Some(0), ..request("c", 0) };
+    let unread = InferenceRequest {
+        prompt: PromptSize { text_bytes: 30, ..PromptSize::default() },
+        ..request("c", 0)
+    };
+    for request in [listing, unread] {
+        let (_, booking) = pick(&scheduler, &request, 0);
+        booking.finish(&Outcome { usage: Usage::default(), ..served(0, 0) });
+        let (turn, booking) = pick(&scheduler, &self::request("c", 600), 0);
+        assert_eq!(turn.cached, 500);
+        drop(booking);
+    }
+}
+
+#[test]
+fn claims_beyond_any_context_window_do_no_harm() {
+    let scheduler = scheduler("llm-aware", 2);
+    for _ in 0..3 {
+        let request = InferenceRequest { max_tokens: Some(u64::MAX), ..request("c", u64::MAX) };
+        let (_, mut booking) = pick(&scheduler, &request, 0);
+        booking.first_token();
+        let usage = Usage {
+            prompt_tokens: Some(u64::MAX),
+            completion_tokens: Some(u64::MAX),
+            ..Usage::default()
+        };
+        booking.finish(&Outcome { usage, ..served(0, 0) });
+        assert_eq!(total(&scheduler), Load::default());
+    }
+}
+
+#[test]
 fn a_failed_turn_teaches_nothing() {
     let scheduler = scheduler("llm-aware", 3);
     for outcome in [

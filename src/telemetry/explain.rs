@@ -55,7 +55,7 @@ fn shared(trace: &Trace) -> pb::Record {
         conversation: trace.conversation.as_ref().map(|(id, source)| pb::Conversation {
             id: id.clone(),
             source: source_name(source).to_owned(),
-            key: trace.key,
+            key: hex(trace.key),
         }),
         model: trace.model.clone().unwrap_or_default(),
         prompt_tokens: trace.prompt_tokens,
@@ -65,7 +65,7 @@ fn shared(trace: &Trace) -> pb::Record {
         endpoints: count(trace.endpoints),
         candidates: count(trace.candidates),
         sequence: trace.sequence,
-        seed: trace.seed,
+        seed: hex(trace.seed),
         ..pb::Record::default()
     }
 }
@@ -207,6 +207,7 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
     match step {
         Step::Remembered { endpoint, cached, home } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
+            cached: Some(*cached),
             ..named(
                 "placement",
                 format!(
@@ -238,6 +239,18 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 },
             )
         },
+        Step::CostElsewhere { new_tokens, max_tokens, cost, unit } => pb::Step {
+            new_tokens: Some(*new_tokens),
+            cost: Some(*cost),
+            unit: Some(unit.as_str().to_owned()),
+            ..named(
+                "cost-elsewhere",
+                format!(
+                    "cost elsewhere: {new_tokens} new + {max_tokens} to generate = {cost} {}",
+                    unit.as_str()
+                ),
+            )
+        },
         Step::Capacity { total, average, epsilon, cap, floor, unit } => pb::Step {
             total: Some(*total),
             average: Some(tenth(*average)),
@@ -259,28 +272,32 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 ),
             )
         },
-        Step::LongApplies { long_epsilon, cap } => pb::Step {
+        Step::LongApplies { long_epsilon, cap, floor } => pb::Step {
             epsilon: Some(*long_epsilon),
             cap: Some(tenth(*cap)),
             ..named(
                 "long",
                 format!(
-                    "long stickiness: a long cached conversation, cap {} (long ε = {long_epsilon})",
-                    tenth(*cap)
+                    "long stickiness: a long cached conversation, cap {} ({}long ε = {long_epsilon})",
+                    tenth(*cap),
+                    if *floor { "the floor, above " } else { "" }
                 ),
             )
         },
-        Step::LongTooShort { prompt_tokens, threshold } => named(
-            "long",
-            format!(
-                "long stickiness: no, the prompt of {prompt_tokens} tokens is under the threshold of {threshold}"
-            ),
-        ),
+        Step::LongTooShort { prompt_tokens, threshold } => pb::Step {
+            threshold: Some(*threshold),
+            ..named(
+                "long",
+                format!(
+                    "long stickiness: no, the prompt of {prompt_tokens} tokens is under the threshold of {threshold}"
+                ),
+            )
+        },
         Step::LongNotCached => {
             named("long", "long stickiness: no, nothing is known to be cached".to_owned())
         }
         Step::LongOff => named("long", "long stickiness: off".to_owned()),
-        Step::Tested { endpoint, load, cost, cap, verdict } => {
+        Step::Tested { endpoint, load, cost, cap, weight, verdict } => {
             let (sign, word, verdict) = match verdict {
                 Verdict::Fits => ("≤", "takes it", "fits"),
                 Verdict::Idle => (">", "is idle and takes it", "idle"),
@@ -295,10 +312,18 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 ..named(
                     "test",
                     format!(
-                        "{}: {load} + {cost} = {} {sign} {} → {word}",
+                        "{}: {load} + {cost} = {} {sign} {}{} → {word}",
                         name(*endpoint),
                         load.saturating_add(*cost),
-                        tenth(*cap)
+                        tenth(*cap),
+                        if (weight - 1.0).abs() < 1e-9 {
+                            String::new()
+                        } else {
+                            format!(
+                                " (its weight is {} of the average)",
+                                (weight * 100.0).round() / 100.0
+                            )
+                        }
                     ),
                 )
             }
@@ -342,6 +367,11 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
 /// Rounds to a tenth: more digits hide the number.
 fn tenth(x: f64) -> f64 {
     (x * 10.0).round() / 10.0
+}
+
+/// Writes a hash so that no JSON tool rounds it.
+fn hex(hash: u64) -> String {
+    format!("{hash:016x}")
 }
 
 fn count(n: usize) -> u32 {

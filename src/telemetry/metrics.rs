@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::scheduling::Scheduler;
+use crate::scheduling::{Reason, Scheduler};
 
 /// Label set of a metric with one label.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -49,7 +49,7 @@ pub struct Metrics {
     pub streams: Gauge,
     /// Bytes of request bodies that wait for their pick.
     pub held_body_bytes: Gauge,
-    /// Time from the end of the body to the pick.
+    /// Time that a pick and its booking take.
     pub decision_seconds: Histogram,
     /// Time from the request's headers to the first token.
     pub ttft_seconds: Histogram,
@@ -71,6 +71,16 @@ const DURATIONS: [f64; 16] =
 /// Buckets of decision durations, in seconds.
 const DECISIONS: [f64; 10] =
     [0.000_001, 0.000_002, 0.000_005, 0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_5, 0.001, 0.01];
+
+/// Why requests are turned away.
+const REJECTIONS: [&str; 6] = [
+    "pool-empty",
+    "subset-empty",
+    "subset-unmatched",
+    "saturated",
+    "body-too-large",
+    "body-stalled",
+];
 
 impl Metrics {
     /// Registers everything, the gauges of the scheduler's endpoints included.
@@ -96,6 +106,18 @@ impl Metrics {
         });
         let mut registry = Registry::with_prefix("llm_ring");
         let m = &*metrics;
+        // Series exist from the start, so that a rate over the first event is right.
+        for reason in Reason::ALL {
+            m.decisions.get_or_create(&Why { reason: reason.as_str() }).inc_by(0);
+        }
+        for reason in REJECTIONS {
+            m.rejections.get_or_create(&Why { reason }).inc_by(0);
+        }
+        for reason in ["deadline", "memory"] {
+            m.early_decisions.get_or_create(&Why { reason }).inc_by(0);
+        }
+        m.unread_bodies.get_or_create(&Why { reason: "not-json" }).inc_by(0);
+        m.outcomes.get_or_create(&Ended { ending: "complete", status: "2xx" }).inc_by(0);
         registry.register("decisions", "Picks by reason", m.decisions.clone());
         registry.register("rejections", "Requests turned away by reason", m.rejections.clone());
         registry.register("outcomes", "Requests that ended", m.outcomes.clone());
@@ -132,7 +154,7 @@ impl Metrics {
         seconds(
             &mut registry,
             "decision",
-            "From the end of the body to the pick",
+            "Time that a pick and its booking take",
             &m.decision_seconds,
         );
         seconds(

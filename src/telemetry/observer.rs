@@ -84,10 +84,10 @@ impl Observer {
         self.watchers.subscribe()
     }
 
-    /// Starts to observe a request; `traceparent` comes from Envoy's call or else from the client.
+    /// Starts to observe a request; the first of the `traceparents` that is well formed is its parent.
     #[must_use]
-    pub fn start(&self, started: Instant, traceparent: Option<&str>) -> Observation {
-        let span = self.tracing.as_ref().map(|tracing| tracing.start(traceparent, at(started)));
+    pub fn start(&self, started: Instant, traceparents: [Option<&str>; 2]) -> Observation {
+        let span = self.tracing.as_ref().map(|tracing| tracing.start(traceparents, at(started)));
         Observation { started, ttft: None, expected_cached: 0, decided: None, span }
     }
 

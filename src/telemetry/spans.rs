@@ -47,11 +47,13 @@ impl Tracing {
         Ok(Self { provider, tracer })
     }
 
-    /// Starts the span of a request whose caller sent this W3C `traceparent`.
+    /// Starts the span of a request; the first well-formed W3C `traceparent` is its parent.
     #[must_use]
-    pub fn start(&self, traceparent: Option<&str>, at: SystemTime) -> RequestSpan {
-        let parent = traceparent
-            .and_then(parse_traceparent)
+    pub fn start(&self, traceparents: [Option<&str>; 2], at: SystemTime) -> RequestSpan {
+        let parent = traceparents
+            .into_iter()
+            .flatten()
+            .find_map(parse_traceparent)
             .map_or_else(Context::new, |context| Context::new().with_remote_span_context(context));
         let span = self
             .tracer

@@ -241,7 +241,7 @@ fn a_watcher_sees_decisions_and_their_ends() {
         let seen = eventually("a decision", async || {
             Chat::new("watched", false).ask(stack, stack.port(), QUESTIONS[0]).await;
             Chat::new("unwatched", false).ask(stack, stack.port(), QUESTIONS[0]).await;
-            watch.find(|line| Some(line.to_owned()))
+            watch.find(|line| line.starts_with('{').then(|| line.to_owned()))
         })
         .await;
         let seen: Value = serde_json::from_str(&seen).unwrap();

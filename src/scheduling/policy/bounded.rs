@@ -116,6 +116,13 @@ impl Bound {
         Self { floor, ..self }
     }
 
+    /// Tells whether the floor is above what the average allows.
+    pub(super) fn is_floor(&self) -> bool {
+        #[expect(clippy::cast_precision_loss, reason = "a floor is a few thousand tokens")]
+        let floor = self.floor as f64;
+        floor > (1.0 + self.epsilon) * self.average
+    }
+
     /// Returns what an endpoint of `weight` times the average weight may carry.
     pub(super) fn cap(&self, weight: f64) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "a floor is a few thousand tokens")]
@@ -141,18 +148,32 @@ impl Bound {
             if tested == WALKED && self.all_full(cx) {
                 return None;
             }
-            if self.test(cx, slot, self.cap(cx.relative_weight(slot)), trace) != Verdict::Over {
+            let weight = cx.relative_weight(slot);
+            if self.test(cx, slot, (self.cap(weight), weight), trace) != Verdict::Over {
                 return Some(slot);
             }
         }
         None
     }
 
-    /// Tests an endpoint against `cap`, and writes the test down.
-    pub(super) fn test(&self, cx: &Cx<'_>, slot: u32, cap: f64, trace: &mut Trace) -> Verdict {
+    /// Tests an endpoint of that relative weight against its cap, and writes the test down.
+    pub(super) fn test(
+        &self,
+        cx: &Cx<'_>,
+        slot: u32,
+        (cap, weight): (f64, f64),
+        trace: &mut Trace,
+    ) -> Verdict {
         let load = cx.load(slot, self.unit);
         let verdict = self.verdict(load, cap);
-        trace.steps.push(Step::Tested { endpoint: slot, load, cost: self.cost, cap, verdict });
+        trace.steps.push(Step::Tested {
+            endpoint: slot,
+            load,
+            cost: self.cost,
+            cap,
+            weight,
+            verdict,
+        });
         verdict
     }
 
@@ -190,10 +211,11 @@ impl Bound {
 /// Takes the least loaded candidate when none has room; equal ones in the order of the ring.
 pub(super) fn least_loaded(cx: &Cx<'_>, unit: Unit, trace: &mut Trace) -> Choice {
     let least = cx.least_loaded(unit, |slot| cx.chance(slot));
-    // In the order of the ring, so that pickers agree: the first that is no more loaded than the least.
-    let slot =
-        cx.ring_order().find(|&slot| cx.relative_load(slot, unit) <= cx.relative_load(least, unit));
-    let slot = slot.unwrap_or(least);
+    let level = cx.relative_load(least, unit);
+    let as_light = |slot: &u32| cx.relative_load(*slot, unit) <= level;
+    // Equal ones in the order of the ring, so that pickers agree; the walk is long, so only where there are any.
+    let tied = cx.candidates.iter().filter(as_light).nth(1).is_some();
+    let slot = if tied { cx.ring_order().find(as_light) } else { None }.unwrap_or(least);
     trace.steps.push(Step::AllOver { endpoint: slot, load: cx.load(slot, unit) });
     plain(slot, Reason::FallbackLeastLoaded)
 }

@@ -101,10 +101,10 @@ impl Policy for LlmAware {
         let weight = cx.relative_weight(preferred);
         let normal_cap = bound.cap(weight);
         let cap = self
-            .long_cap(cx, remembered.is_some(), cost, unit, trace)
+            .long_cap(cx, remembered.map(|_| cached), cost, unit, trace)
             .map_or(normal_cap, |cap| cap * weight);
 
-        let verdict = bound.test(cx, preferred, cap, trace);
+        let verdict = bound.test(cx, preferred, (cap, weight), trace);
         if verdict != Verdict::Over {
             #[expect(clippy::cast_precision_loss, reason = "loads stay far below 2^52 tokens")]
             let over_normal = verdict == Verdict::Fits
@@ -119,8 +119,13 @@ impl Policy for LlmAware {
         }
 
         // Nothing is cached anywhere else, so every other endpoint has the full cost.
-        let bound =
-            self.bound(cx, unit, self.cost(cx.prompt_tokens, cx.max_tokens), self.0.epsilon);
+        let cost = self.cost(cx.prompt_tokens, cx.max_tokens);
+        let bound = self.bound(cx, unit, cost, self.0.epsilon);
+        if cached > 0 {
+            let (new_tokens, max_tokens) = (cx.prompt_tokens, cx.max_tokens);
+            trace.steps.push(Step::CostElsewhere { new_tokens, max_tokens, cost, unit });
+            trace.steps.push(bound.step());
+        }
         let others = cx.ring_order().filter(|&slot| slot != preferred);
         match bound.first_with_room(cx, others, trace) {
             Some(slot) => super::plain(slot, Reason::Overflow),
@@ -146,13 +151,13 @@ impl LlmAware {
     fn long_cap(
         &self,
         cx: &Cx<'_>,
-        remembered: bool,
+        cached: Option<u64>,
         cost: u64,
         unit: Unit,
         trace: &mut Trace,
     ) -> Option<f64> {
         // Without a memory nothing is known, and home is where the cache most likely is.
-        let cache_likely = remembered || !self.0.placement_memory;
+        let cache_likely = cached.is_some_and(|cached| cached > 0) || !self.0.placement_memory;
         let (step, cap) = if !self.0.long_stickiness {
             (Step::LongOff, None)
         } else if !cache_likely {
@@ -161,8 +166,9 @@ impl LlmAware {
             let threshold = self.0.long_threshold_tokens;
             (Step::LongTooShort { prompt_tokens: cx.prompt_tokens, threshold }, None)
         } else {
-            let cap = self.bound(cx, unit, cost, self.0.long_epsilon).cap(1.0);
-            (Step::LongApplies { long_epsilon: self.0.long_epsilon.get(), cap }, Some(cap))
+            let bound = self.bound(cx, unit, cost, self.0.long_epsilon);
+            let (cap, floor) = (bound.cap(1.0), bound.is_floor());
+            (Step::LongApplies { long_epsilon: self.0.long_epsilon.get(), cap, floor }, Some(cap))
         };
         trace.steps.push(step);
         cap

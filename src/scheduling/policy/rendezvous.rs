@@ -1,5 +1,7 @@
 //! `rendezvous`: highest-random-weight hashing with exact weights, and the lightest of the best few.
 
+use std::num::NonZeroU8;
+
 use serde::{Deserialize, Serialize};
 
 use super::plain;
@@ -9,15 +11,15 @@ use crate::scheduling::{Choice, Cx, Policy, Reason, Step, Trace, Unit};
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rendezvous {
-    /// How many of the best are compared by load; 1 is pure hashing.
-    pub choices: std::num::NonZeroUsize,
+    /// How many of the best are compared by load, at most 255; 1 is pure hashing.
+    pub choices: NonZeroU8,
     /// What load is counted in: `requests` or `tokens`.
     pub load: Unit,
 }
 
 impl Default for Rendezvous {
     fn default() -> Self {
-        Self { choices: std::num::NonZeroUsize::MIN, load: Unit::Tokens }
+        Self { choices: NonZeroU8::MIN, load: Unit::Tokens }
     }
 }
 
@@ -26,7 +28,7 @@ impl Policy for Rendezvous {
         let ranked = cx
             .pool
             .rendezvous()
-            .top(cx.key, self.choices.get(), |slot| cx.candidates.contains(slot));
+            .top(cx.key, usize::from(self.choices.get()), |slot| cx.candidates.contains(slot));
         // The first of equal ones wins: min_by keeps the earlier.
         let slot = ranked
             .iter()
