@@ -514,6 +514,52 @@ fn a_hurried_exchange_decides_on_what_it_has_and_passes_the_rest_on() {
 }
 
 #[test]
+fn the_limit_holds_for_a_body_that_follows_its_pick_and_held_bytes_return_to_zero() {
+    let mut script = script().request_headers(&[], false).request_body(&[b' '; 150_000], false);
+    assert_eq!(script.exchange.held_bytes(), 150_000);
+    script.exchange.hurry();
+    let queued = script.exchange.held_bytes();
+    assert_eq!(queued, 0, "it is only asked for a decision");
+    let script = script.pump();
+    assert_eq!(script.exchange.held_bytes(), 0, "all went out");
+    let script = script.request_body(&[b' '; 60_000], false);
+    assert_eq!(
+        (script.rejected, script.exchange.held_bytes()),
+        (Some(Rejection::TooLarge(200_000)), 0)
+    );
+}
+
+#[test]
+fn a_buffered_request_without_a_body_is_picked_for_at_its_trailers() {
+    check(&in_modes(Some((2, 2))).request_headers(&[], false).request_trailers(), "H T", 1);
+}
+
+#[test]
+fn a_body_whose_headers_are_not_shown_goes_on_unpicked() {
+    check(&script().request_body(b"ab", true), "B2.", 0);
+    check(&in_modes(Some((1, 1))).request_body(b"ab", true), "B-", 0);
+}
+
+#[test]
+fn time_runs_only_while_envoy_can_send() {
+    assert!(script().request_headers(&[], false).exchange.awaits_body());
+    assert!(
+        !in_modes(Some((2, 2))).request_headers(&[], false).exchange.awaits_body(),
+        "Envoy gathers it"
+    );
+}
+
+#[test]
+fn nothing_is_generated_for_embeddings_or_without_a_body() {
+    let max = |script: &Script| script.scheduled[0].request.max_tokens;
+    let embeddings = script()
+        .message(Request::RequestHeaders(headers(&[(":path", "/v1/embeddings?x=1")], false)), None)
+        .request_body(b"{\"input\":\"x\"}", true);
+    assert_eq!(max(&embeddings), Some(0));
+    assert_eq!(max(&script().request_headers(&[], true)), Some(0));
+}
+
+#[test]
 fn a_body_that_stops_coming_is_given_up() {
     let mut script = script().request_headers(&[], false).request_body(b"{", false);
     assert!(script.exchange.awaits_body());

@@ -100,9 +100,8 @@ impl Policy for LlmAware {
         trace.steps.push(bound.step());
         let weight = cx.relative_weight(preferred);
         let normal_cap = bound.cap(weight);
-        let cap = self
-            .long_cap(cx, remembered.map(|_| cached), cost, unit, trace)
-            .map_or(normal_cap, |cap| cap * weight);
+        let cap =
+            self.long_cap(cx, cached, cost, unit, trace).map_or(normal_cap, |cap| cap * weight);
 
         let verdict = bound.test(cx, preferred, (cap, weight), trace);
         if verdict != Verdict::Over {
@@ -151,13 +150,13 @@ impl LlmAware {
     fn long_cap(
         &self,
         cx: &Cx<'_>,
-        cached: Option<u64>,
+        cached: u64,
         cost: u64,
         unit: Unit,
         trace: &mut Trace,
     ) -> Option<f64> {
         // Without a memory nothing is known, and home is where the cache most likely is.
-        let cache_likely = cached.is_some_and(|cached| cached > 0) || !self.0.placement_memory;
+        let cache_likely = cached > 0 || !self.0.placement_memory;
         let (step, cap) = if !self.0.long_stickiness {
             (Step::LongOff, None)
         } else if !cache_likely {
