@@ -53,6 +53,8 @@ pub struct LoadLedger {
     free: Vec<u32>,
     by_id: HashMap<EndpointId, u32>,
     by_slot: Vec<u32>,
+    /// The members' loads once more, in slot order: policies scan them for every pick.
+    loads: Vec<Load>,
     total: Load,
 }
 
@@ -60,8 +62,8 @@ pub struct LoadLedger {
 struct Counter {
     id: EndpointId,
     load: Load,
-    /// Whether the endpoint is in the adopted snapshot, and so in `total`.
-    member: bool,
+    /// The endpoint's slot in the adopted snapshot, if it is a member.
+    slot: Option<u32>,
 }
 
 impl Work {
@@ -76,14 +78,16 @@ impl LoadLedger {
     /// Follows a new snapshot: counters of endpoints that stay keep their load, new ones start at zero.
     pub fn adopt(&mut self, pool: &PoolSnapshot) {
         for &counter in &self.by_slot {
-            self.counters[counter as usize].member = false;
+            self.counters[counter as usize].slot = None;
         }
         let by_slot: Vec<u32> = pool.ids().iter().map(|&id| self.counter_of(id)).collect();
         let left = std::mem::replace(&mut self.by_slot, by_slot);
         self.total = Load::default();
-        for &counter in &self.by_slot {
+        self.loads.clear();
+        for (slot, &counter) in (0u32..).zip(&self.by_slot) {
             let counter = &mut self.counters[counter as usize];
-            counter.member = true;
+            counter.slot = Some(slot);
+            self.loads.push(counter.load);
             self.total.requests += counter.load.requests;
             self.total.tokens += counter.load.tokens;
         }
@@ -95,7 +99,7 @@ impl LoadLedger {
     /// Returns what is booked on the endpoint in `slot`.
     #[must_use]
     pub fn load(&self, slot: u32) -> Load {
-        self.counters[self.by_slot[slot as usize] as usize].load
+        self.loads[slot as usize]
     }
 
     /// Returns what is booked on all endpoints of the snapshot.
@@ -140,7 +144,7 @@ impl LoadLedger {
         if let Some(&counter) = self.by_id.get(&id) {
             return counter;
         }
-        let fresh = Counter { id, load: Load::default(), member: false };
+        let fresh = Counter { id, load: Load::default(), slot: None };
         let counter = if let Some(counter) = self.free.pop() {
             self.counters[counter as usize] = fresh;
             counter
@@ -157,7 +161,8 @@ impl LoadLedger {
         let counter = &mut self.counters[counter as usize];
         counter.load.requests += load.requests;
         counter.load.tokens += load.tokens;
-        if counter.member {
+        if let Some(slot) = counter.slot {
+            self.loads[slot as usize] = counter.load;
             self.total.requests += load.requests;
             self.total.tokens += load.tokens;
         }
@@ -167,7 +172,8 @@ impl LoadLedger {
         let counter = &mut self.counters[counter as usize];
         counter.load.requests -= load.requests;
         counter.load.tokens -= load.tokens;
-        if counter.member {
+        if let Some(slot) = counter.slot {
+            self.loads[slot as usize] = counter.load;
             self.total.requests -= load.requests;
             self.total.tokens -= load.tokens;
         }
@@ -176,7 +182,7 @@ impl LoadLedger {
     fn retire_if_idle(&mut self, counter: u32) {
         let entry = self.counters[counter as usize];
         // The map says whether this counter was retired before: a slot can leave twice in one adoption.
-        if !entry.member
+        if entry.slot.is_none()
             && entry.load == Load::default()
             && self.by_id.get(&entry.id) == Some(&counter)
         {

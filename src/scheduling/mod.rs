@@ -160,8 +160,8 @@ impl Cx<'_> {
     #[must_use]
     pub fn relative_weight(&self, slot: u32) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "a pool has far fewer than 2^52 endpoints")]
-        let average = self.weight / self.candidates.len() as f64;
-        self.pool.weight_of(slot) / average
+        let n = self.candidates.len() as f64;
+        self.pool.weight_of(slot) * n / self.weight
     }
 
     /// Yields the candidates clockwise from the conversation's place on the ring: its home first.
@@ -184,19 +184,16 @@ impl Cx<'_> {
     /// There are no candidates, which no policy is ever called with.
     #[must_use]
     pub fn least_loaded(&self, unit: Unit, tie: impl Fn(u32) -> u64) -> u32 {
-        let mut best: Option<(f64, u32)> = None;
-        for slot in self.candidates.iter() {
-            let load = self.relative_load(slot, unit);
-            best = Some(match best {
-                None => (load, slot),
-                Some((least, holder)) => match load.total_cmp(&least) {
-                    std::cmp::Ordering::Less => (load, slot),
-                    std::cmp::Ordering::Equal if tie(slot) < tie(holder) => (load, slot),
-                    std::cmp::Ordering::Equal | std::cmp::Ordering::Greater => (least, holder),
-                },
-            });
-        }
-        best.expect("a policy is called with at least one candidate").1
+        let level = self
+            .candidates
+            .iter()
+            .map(|slot| self.relative_load(slot, unit))
+            .fold(f64::INFINITY, f64::min);
+        let as_light =
+            self.candidates.iter().filter(|&slot| self.relative_load(slot, unit) <= level);
+        as_light
+            .min_by_key(|&slot| tie(slot))
+            .expect("a policy is called with at least one candidate")
     }
 
     /// Breaks ties by chance, but never by position: the seed mixed with the endpoint's own hash.
