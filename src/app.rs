@@ -211,11 +211,9 @@ fn certificate(config: &Config) -> anyhow::Result<Option<Arc<Certificate>>> {
         TlsMode::Off => Ok(None),
         TlsMode::SelfSigned => Certificate::self_signed().map(Some),
         TlsMode::Files => {
-            let (Some(cert), Some(key)) = (&config.tls.cert, &config.tls.key) else {
-                anyhow::bail!("tls.mode is `files`, so tls.cert and tls.key must name PEM files");
-            };
+            let (cert, key) = config.tls.files().map_err(anyhow::Error::msg)?;
             let certificate = Certificate::from_files(cert, key)?;
-            tokio::spawn(Arc::clone(&certificate).follow(cert.clone(), key.clone()));
+            tokio::spawn(Arc::clone(&certificate).follow(cert.to_owned(), key.to_owned()));
             Ok(Some(certificate))
         }
     }

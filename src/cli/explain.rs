@@ -13,7 +13,7 @@ use super::{Output, print};
 use crate::config::{self, Config, Points};
 use crate::ext_proc::request::{End, RequestReader};
 use crate::pool::estimate::TokenEstimator;
-use crate::pool::{Conversation, Endpoint, Engine, KeySource, Load, PromptSize, endpoint};
+use crate::pool::{Conversation, Endpoint, Engine, KeySource, Load, endpoint};
 use crate::scheduling::{POLICIES, Scenario};
 use crate::telemetry::{explain, pb};
 use crate::{app, discovery, yaml};
@@ -246,13 +246,6 @@ fn body_scenario(
     let mut reader = RequestReader::new(path.as_bytes(), None, None, &app::exchange(config).read);
     reader.push(&bytes);
     let reading = reader.reading(End::Whole);
-    let prompt = PromptSize {
-        text_bytes: reading.text_bytes,
-        messages: reading.messages,
-        token_ids: reading.token_ids,
-        media: reading.media,
-        unread: false,
-    };
     Ok(Scenario {
         endpoints: pool
             .endpoints()
@@ -262,7 +255,7 @@ fn body_scenario(
         ring_points: points,
         conversation: crate::ext_proc::exchange::body_conversation(&reading),
         prompt_tokens: TokenEstimator::default()
-            .estimate(reading.model.as_deref(), &prompt, None)
+            .estimate(reading.model.as_deref(), &reading.prompt(), None)
             .tokens,
         max_tokens: reading.max_tokens.unwrap_or(config.load.default_max_tokens),
         placed: None,

@@ -4,7 +4,7 @@ mod source;
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -247,6 +247,21 @@ impl Default for Server {
             threads: 1,
             stream_window_bytes: Ranged(1 << 20),
             connection_window_bytes: Ranged(64 << 20),
+        }
+    }
+}
+
+impl Tls {
+    /// Returns the certificate's and the key's file, which mode `files` needs.
+    ///
+    /// # Errors
+    /// One of them is not named.
+    pub fn files(&self) -> Result<(&Path, &Path), String> {
+        match (&self.cert, &self.key) {
+            (Some(cert), Some(key)) => Ok((cert, key)),
+            (None, _) | (_, None) => {
+                Err("tls.mode is `files`, so tls.cert and tls.key must name PEM files".to_owned())
+            }
         }
     }
 }

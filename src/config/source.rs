@@ -69,11 +69,8 @@ pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, Config
 
 /// Checks what no single value can know.
 fn check(config: &Config) -> Result<(), ConfigError> {
-    if config.tls.mode == TlsMode::Files && (config.tls.cert.is_none() || config.tls.key.is_none())
-    {
-        return Err(ConfigError(
-            "tls.mode is `files`, so tls.cert and tls.key must name PEM files".to_owned(),
-        ));
+    if config.tls.mode == TlsMode::Files {
+        config.tls.files().map_err(ConfigError)?;
     }
     if let Err(error) = tracing_subscriber::EnvFilter::try_new(&config.log.level) {
         return Err(ConfigError(format!(

@@ -17,7 +17,7 @@ use pb::processing_request::Request;
 use super::reply::{self, ErrorFormat, Rejection, Routing, Side};
 use super::request::{BodyKey, Completeness, End, ReadOptions, Reading, RequestReader};
 use super::response::ResponseReader;
-use crate::pool::{Conversation, Ending, InferenceRequest, KeySource, Outcome, PromptSize};
+use crate::pool::{Conversation, Ending, InferenceRequest, KeySource, Outcome};
 use crate::scheduling::Refusal;
 
 /// The key under which Envoy sends attributes.
@@ -579,13 +579,7 @@ impl Exchange {
             (Completeness::Partial, _) => "partial",
             (Completeness::Unreadable(why), _) => why.as_str(),
         };
-        request.prompt = PromptSize {
-            text_bytes: reading.text_bytes,
-            messages: reading.messages,
-            token_ids: reading.token_ids,
-            media: reading.media,
-            unread: false,
-        };
+        request.prompt = reading.prompt();
         if !whole || matches!(reading.completeness, Completeness::Unreadable(_)) {
             // What was not read weighs as much as it is long.
             let length = content_length.unwrap_or(0).max(self.received);

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::inflate::{Inflate, Sink, Stopped};
 use super::json::{Status, Tokenizer};
+use crate::pool::PromptSize;
 use facts::{Facts, Place};
 
 mod facts;
@@ -46,6 +47,20 @@ pub struct Reading {
     /// A hash over what stays the same while a conversation grows: the model, the cache salt, the system text,
     /// the tools and the first user turn.
     pub(crate) opening: Option<u64>,
+}
+
+impl Reading {
+    /// Returns what the prompt is made of, as far as it was read.
+    #[must_use]
+    pub fn prompt(&self) -> PromptSize {
+        PromptSize {
+            text_bytes: self.text_bytes,
+            messages: self.messages,
+            token_ids: self.token_ids,
+            media: self.media,
+            unread: false,
+        }
+    }
 }
 
 /// How much of the body stands behind a [`Reading`].

@@ -138,8 +138,8 @@ pub enum Step {
         epsilon: f64,
         /// Average × (1 + ε), at least the floor; rounded up when requests are counted.
         cap: f64,
-        /// What an endpoint may always carry.
-        floor: u64,
+        /// What an endpoint may always carry, where that is the cap.
+        floor: Option<u64>,
         /// The unit.
         unit: Unit,
     },

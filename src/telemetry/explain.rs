@@ -264,10 +264,9 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                     unit.as_str(),
                     tenth(*average),
                     tenth(*cap),
-                    if *cap > (1.0 + epsilon) * average + 1.0 {
-                        format!("the floor of {floor}, above ε = {epsilon}")
-                    } else {
-                        format!("ε = {epsilon}")
+                    match floor {
+                        Some(floor) => format!("the floor of {floor}, above ε = {epsilon}"),
+                        None => format!("ε = {epsilon}"),
                     }
                 ),
             )

@@ -202,7 +202,7 @@ impl Bound {
             average: self.average,
             epsilon: self.epsilon,
             cap: self.cap(1.0),
-            floor: self.floor,
+            floor: self.is_floor().then_some(self.floor),
             unit: self.unit,
         }
     }
@@ -210,7 +210,7 @@ impl Bound {
 
 /// Takes the least loaded candidate when none has room; equal ones in the order of the ring.
 pub(super) fn least_loaded(cx: &Cx<'_>, unit: Unit, trace: &mut Trace) -> Choice {
-    let least = cx.least_loaded(unit, |slot| cx.chance(slot));
+    let least = cx.least_loaded(unit, |_| 0);
     let level = cx.relative_load(least, unit);
     let as_light = |slot: &u32| cx.relative_load(*slot, unit) <= level;
     // Equal ones in the order of the ring, so that pickers agree; the walk is long, so only where there are any.
