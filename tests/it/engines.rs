@@ -1,5 +1,6 @@
 //! Real llama.cpp engines behind Envoy: their caches are what all of this is for.
 
+use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -30,28 +31,38 @@ async fn engines() -> Option<(&'static Stack, MutexGuard<'static, ()>)> {
 
 async fn start() -> Option<Engines> {
     let tools = Tools::get()?;
-    // The engine wants to be told its port; all are taken at once, so that they differ.
-    let held = NAMES.map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
-    let addresses = held.each_ref().map(|listener| listener.local_addr().unwrap());
-    drop(held);
-    let named = NAMES.into_iter().zip(addresses);
-    let processes = named
-        .clone()
-        .map(|(name, address)| Process::start(name, &mut tools.engine(address.port(), 2, 4096)))
-        .collect();
-    for address in addresses {
-        eventually("the engine to be ready", async || {
-            let connection = tokio::net::TcpStream::connect(address).await.ok()?;
-            drop(connection);
-            (get("/health").answer(address.port()).await.status == 200).then_some(())
-        })
-        .await;
+    let mut processes = Vec::new();
+    let mut addresses = Vec::new();
+    for name in NAMES {
+        let (process, address) = engine(tools, name).await;
+        processes.push(process);
+        addresses.push(address);
     }
     let fronts = [ORIGINAL_DST, OVERRIDE_HOST];
     let none = (Vec::new(), Gate::closed());
-    let list = endpoints(named);
+    let list = endpoints(NAMES.into_iter().zip(addresses.iter().copied()));
     let stack = Stack::before(tools, "", &list, none, &addresses, &fronts).await;
     Some(Engines { stack, processes })
+}
+
+/// Starts an engine. It wants to be told its port, and whoever else is given that port in the meantime makes it end:
+/// then it is started again with another.
+async fn engine(tools: &Tools, name: &str) -> (Process, SocketAddr) {
+    for _ in 0..5 {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let process = Process::start(name, &mut tools.engine(free.port(), 2, 4096));
+        let ready = eventually("the engine to be ready", async || {
+            if process.ended().is_some() {
+                return Some(false);
+            }
+            drop(tokio::net::TcpStream::connect(free).await.ok()?);
+            (get("/health").answer(free.port()).await.status == 200).then_some(true)
+        });
+        if ready.await {
+            return (process, free);
+        }
+    }
+    panic!("{name} ended early five times");
 }
 
 /// A chat that remembers what was said.
