@@ -9,8 +9,8 @@ say "format and lints"
 cargo fmt --check
 cargo clippy --quiet --all-targets -- -D warnings
 
-say "real parts: Envoy, llama.cpp, a tiny model, an OTLP collector (set up once, then cached)"
-python3 bench/demo/parts.py --collector
+say "real parts: Envoy, llama.cpp, a tiny model, an OTLP collector, Kubernetes (set up once, then cached)"
+python3 bench/demo/parts.py --collector --kubernetes
 
 say "demo driver"
 python3 bench/demo/test_demo.py

@@ -22,9 +22,11 @@ from pathlib import Path
 
 import parts
 import report
+import steps
 from chats import Chat, Play
-from parts import HERE, Failure
+from parts import HERE
 from stack import CACHE_RAM_MIB, CONTEXT, REPLICAS, SLOTS, Stack
+from steps import Failure
 
 ROOT = HERE.parent.parent
 POLICIES = ["round-robin", "consistent", "bounded", "llm-aware"]
@@ -73,7 +75,7 @@ def built_picker():
             )
         command = ["cargo", "build", "--release", "--bin", "llm-ring"]
         say(f"building the picker (minutes, the first time): {shlex.join(command)}")
-        if parts.run(command, cwd=ROOT):
+        if steps.run(command, cwd=ROOT):
             raise Failure("the build failed, see above")
     return binary
 
@@ -261,7 +263,7 @@ Settings:   {shown(stack.config)}
 
 def main():
     a = arguments()
-    parts.interruptible()
+    steps.interruptible()
     a.out = a.out.resolve()
     logs = a.out / "logs"
     keep = True  # what went wrong is in them

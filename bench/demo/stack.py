@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from parts import HERE, Failure, uninterrupted
+from parts import HERE
+from steps import Failure, uninterrupted
 
 REPLICAS = 3
 # Room for the chats that live on one replica, and not for a copy of every chat on each: about 6
@@ -32,6 +33,7 @@ policies:
   bounded:   { load: requests, epsilon: 0.25 }
   llm-aware: { epsilon: 0.25, long_epsilon: 1.0, long_threshold_tokens: 800 }
 log: { format: json, decisions: true }
+drain: { linger_seconds: 0 }
 """)
 
 

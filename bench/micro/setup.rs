@@ -4,8 +4,8 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use llm_ring::pool::{
-    Conversation, Ending, Endpoint, Engine, InferenceRequest, KeySource, Outcome, PoolSnapshot,
-    PromptSize, Release, Usage,
+    Conversation, Ending, Endpoint, InferenceRequest, KeySource, Outcome, PoolSnapshot, PromptSize,
+    Release, Usage,
 };
 use llm_ring::scheduling::{Admission, Booking, Detail, Policies, Reason, Scheduler, Settings};
 
@@ -40,12 +40,9 @@ pub(crate) struct Bench {
 
 pub(crate) fn endpoints(n: usize) -> Vec<Endpoint> {
     (0..n)
-        .map(|i| Endpoint {
-            name: format!("llm-{i:04}"),
-            address: format!("10.0.{}.{}:8000", i / 250, i % 250 + 1).parse().expect("an address"),
-            weight: 1.0,
-            labels: Default::default(),
-            engine: Engine::Vllm,
+        .map(|i| {
+            let address = format!("10.0.{}.{}:8000", i / 250, i % 250 + 1);
+            Endpoint::new(format!("llm-{i:04}"), address.parse().expect("an address"))
         })
         .collect()
 }

@@ -9,9 +9,12 @@ use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
 
 pub(crate) mod client;
+pub(crate) mod cluster;
 pub(crate) mod envoy;
 pub(crate) mod picker;
+pub(crate) mod port;
 pub(crate) mod process;
+pub(crate) mod relay;
 pub(crate) mod tools;
 pub(crate) mod upstream;
 
@@ -37,13 +40,22 @@ pub(crate) async fn within<T>(what: &str, something: impl Future<Output = T>) ->
 }
 
 /// Looks until there is something.
-pub(crate) async fn eventually<T>(what: &str, mut look: impl AsyncFnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + DEADLINE;
+pub(crate) async fn eventually<T>(what: &str, look: impl AsyncFnMut() -> Option<T>) -> T {
+    patiently(DEADLINE, what, look).await
+}
+
+/// The same for what may take longer.
+pub(crate) async fn patiently<T>(
+    patience: Duration,
+    what: &str,
+    mut look: impl AsyncFnMut() -> Option<T>,
+) -> T {
+    let deadline = Instant::now() + patience;
     loop {
         if let Some(found) = look().await {
             return found;
         }
-        assert!(Instant::now() < deadline, "waited {DEADLINE:?} for {what}");
+        assert!(Instant::now() < deadline, "waited {patience:?} for {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -37,22 +37,40 @@ pub(crate) fn endpoints<'a>(list: impl IntoIterator<Item = (&'a str, SocketAddr)
 
 impl Picker {
     /// Starts it with these endpoints; `config` is all of the configuration but ports and files, and without a word
-    /// about TLS that is off.
+    /// about TLS or warming up they are off.
     pub(crate) async fn start(config: &str, endpoints: &str) -> Self {
         let folder = folder("picker");
-        let file = folder.join("llm-ring.yaml");
-        let tls = if config.contains("tls:") { "" } else { "tls: { mode: \"off\" }\n" };
         let list = folder.join("endpoints.yaml");
-        let mut text = format!(
-            "server: {{ address: 127.0.0.1, grpc_port: 0, health_port: 0, metrics_port: 0 }}\n\
-             endpoints: {{ file: {}, poll_ms: 50 }}\n{tls}",
-            list.display()
-        );
-        text.push_str(config);
-        std::fs::write(&file, text).unwrap();
-        std::fs::write(list, endpoints).unwrap();
+        std::fs::write(&list, endpoints).unwrap();
+        let text = format!("endpoints: {{ file: {}, poll_ms: 50 }}\n{config}", list.display());
+        Self::run(folder, &text, &mut Command::new(BINARY)).await
+    }
+
+    /// Starts it in Kubernetes, as whom a kubeconfig says.
+    pub(crate) async fn in_kubernetes(config: &str, kubeconfig: &Path) -> Self {
         let mut command = Command::new(BINARY);
-        let process = Process::start("llm-ring", command.arg("serve").arg("--config").arg(&file));
+        Self::run(folder("picker"), config, command.env("KUBECONFIG", kubeconfig)).await
+    }
+
+    async fn run(folder: PathBuf, config: &str, command: &mut Command) -> Self {
+        let mut text =
+            "server: { address: 127.0.0.1, grpc_port: 0, health_port: 0, metrics_port: 0 }\n"
+                .to_owned();
+        for (key, off) in
+            [("tls:", "tls: { mode: \"off\" }\n"), ("warmup:", "warmup: { seconds: 0 }\n")]
+        {
+            if !config.contains(key) {
+                text.push_str(off);
+            }
+        }
+        text.push_str(config);
+        let file = folder.join("llm-ring.yaml");
+        std::fs::write(&file, text).unwrap();
+        command.arg("serve").arg("--config").arg(&file);
+        if !config.contains("linger_seconds:") {
+            command.args(["--drain-timeout", "0s"]);
+        }
+        let process = Process::start("llm-ring", command);
         let serving = process.line("its ports", |line| {
             let line: Value = serde_json::from_str(line).ok()?;
             (line["message"] == "serving").then_some(line)

@@ -1,4 +1,4 @@
-//! The real parts: Envoy, llama.cpp, an OpenTelemetry collector. Found or set up once, or loudly skipped.
+//! The real parts: Envoy, llama.cpp, an OpenTelemetry collector, Kubernetes. Found or set up once, or loudly skipped.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -43,6 +43,37 @@ impl Tools {
             command.env(name, server);
         }
         command
+    }
+}
+
+/// An API server and what it needs.
+#[derive(Debug)]
+pub(crate) struct Kubernetes {
+    pub(crate) apiserver: PathBuf,
+    pub(crate) etcd: PathBuf,
+    pub(crate) helm: PathBuf,
+    /// A folder.
+    pub(crate) crds: PathBuf,
+}
+
+impl Kubernetes {
+    /// Returns them, or says that the test is skipped.
+    pub(crate) fn get() -> Option<&'static Self> {
+        static FOUND: OnceLock<Result<Kubernetes, String>> = OnceLock::new();
+        let found = FOUND.get_or_init(|| {
+            let mut parts = parts(&["--kubernetes"])?;
+            let mut take = |name: &str| match parts.remove(name) {
+                Some(path) => Ok(path.into()),
+                None => Err(format!("there is no {name}")),
+            };
+            Ok(Self {
+                apiserver: take("KUBE_APISERVER")?,
+                etcd: take("ETCD")?,
+                helm: take("HELM")?,
+                crds: take("CRDS")?,
+            })
+        });
+        or_skip(found.as_ref())
     }
 }
 

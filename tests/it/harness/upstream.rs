@@ -77,6 +77,11 @@ impl Upstream {
     /// Listens on a port of its own, for HTTP/1.1 and HTTP/2.
     pub(crate) async fn start(name: &str, gate: &Gate) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::on(name, listener, gate)
+    }
+
+    /// The same for one that is told where it listens.
+    pub(crate) fn on(name: &str, listener: TcpListener, gate: &Gate) -> Self {
         let address = listener.local_addr().unwrap();
         let seen = Arc::<Mutex<Vec<Seen>>>::default();
         let state = (name.to_owned(), Arc::clone(&seen), gate.clone());
