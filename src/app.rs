@@ -1,16 +1,16 @@
 #![allow(clippy::disallowed_methods, reason = "the composition root owns the tasks")]
 //! Builds each part from its settings, runs them, and ends them in order.
 
+mod source;
+
 use std::net::SocketAddr;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tonic::transport::Server;
 use tonic_health::ServingStatus;
@@ -19,16 +19,17 @@ use tonic_health::server::HealthReporter;
 use crate::admin::decisions::DecisionService;
 use crate::admin::http;
 use crate::config::{Config, TlsMode};
-use crate::discovery::file;
 use crate::ext_proc::exchange::ExchangeSettings;
 use crate::ext_proc::request::ReadOptions;
 use crate::ext_proc::server::{Limits, Parts, Picker};
-use crate::pool::PoolSnapshot;
 use crate::scheduling::{Admission, Detail, Scheduler, Settings};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::observer::Observer;
+use crate::telemetry::source::SourceStatus;
 use crate::telemetry::spans::Tracing;
 use crate::tls::{self, Certificate};
+
+use source::Source;
 
 /// Health service names that gateways and the upstream chart ask for.
 const HEALTH_NAMES: [&str; 5] = [
@@ -46,27 +47,33 @@ const MESSAGE_SLACK: usize = 4 << 20;
 /// # Errors
 /// A part cannot start: the text says which, and why.
 pub async fn serve(config: Config) -> anyhow::Result<()> {
-    let path = config.endpoints.file.clone().context(
-        "no endpoints: name a file with --endpoints FILE, or in the configuration as endpoints.file",
-    )?;
-    let points = config.ring.points.get();
-    let pool = file::read(&path, 0, points).map_err(anyhow::Error::msg)?;
-    tracing::info!(endpoints = pool.endpoints().len(), file = %path.display(), "endpoints loaded");
-
-    let scheduler = Arc::new(Scheduler::new(settings(&config)?, Arc::new(pool)));
-    let (metrics, registry) = Metrics::new(Arc::clone(&scheduler));
+    let mut keeper = source::keeper(&config);
+    let source = Source::of(&config, &mut keeper).await?;
+    let scheduler = Arc::new(Scheduler::new(settings(&config)?, keeper.pool()));
+    let status = Arc::new(SourceStatus::default());
+    let (metrics, registry) = Metrics::new(Arc::clone(&scheduler), Arc::clone(&status));
     let tracing = tracing(&config)?;
     let log = config.log.decisions.then_some(config.log.format);
     let observer = Arc::new(Observer::new(Arc::clone(&metrics), tracing.clone(), log));
 
-    let ready = Arc::new(AtomicBool::new(true));
-    let (health, health_service) = tonic_health::server::health_reporter();
-    report(&health, ServingStatus::Serving).await;
-    let (stop, stopping) = watch::channel(false);
-
     let http_listener = listen(&config, config.server.metrics_port, "metrics_port").await?;
     let admin_listener = listen(&config, config.server.health_port, "health_port").await?;
     let grpc_listener = listen(&config, config.server.grpc_port, "grpc_port").await?;
+    let certificate = certificate(&config)?;
+
+    let (drain, draining) = watch::channel(false);
+    let (stop, stopping) = watch::channel(false);
+    let following =
+        source.follow(keeper, Arc::clone(&scheduler), metrics, status, draining.clone())?;
+    let released = following.released;
+    let readiness = Arc::new(Readiness {
+        status: following.status,
+        leader: following.leader,
+        draining,
+        scheduler: Arc::clone(&scheduler),
+    });
+    let (health, health_service) = tonic_health::server::health_reporter();
+    readiness.report(&health).await;
     tracing::info!(
         grpc = %grpc_listener.local_addr()?,
         health = %admin_listener.local_addr()?,
@@ -76,7 +83,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         "serving"
     );
 
-    let pages = http::router(registry, Arc::clone(&ready));
+    let pages = http::router(registry, Arc::clone(&readiness).as_page());
     let http = tokio::spawn(serve_http(http_listener, pages, stopping.clone()));
     let decisions = DecisionService::server(Arc::clone(&observer));
     let admin = Server::builder().add_service(health_service.clone()).add_service(decisions);
@@ -84,8 +91,8 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let admin =
         tokio::spawn(admin.serve_with_incoming_shutdown(incoming, stopped(stopping.clone())));
     let picker = Picker::new(Parts {
-        scheduler: Arc::clone(&scheduler),
-        observer: Arc::clone(&observer),
+        scheduler,
+        observer,
         exchange: exchange(&config),
         limits: limits(&config),
         explain_headers: config.answers.explain_headers,
@@ -97,42 +104,107 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         .http2_keepalive_interval(Some(Duration::from_secs(60)))
         .add_service(picker.into_service())
         .add_service(health_service);
-    let incoming = tls::incoming(grpc_listener, certificate(&config)?)?;
+    let incoming = tls::incoming(grpc_listener, certificate)?;
     let mut grpc = tokio::spawn(grpc.serve_with_incoming_shutdown(incoming, stopped(stopping)));
-    let watching =
-        tokio::spawn(watch_pool(path, config.endpoints.poll_ms.into(), scheduler, metrics));
+    let reporting = tokio::spawn(readiness.follow(health));
 
-    let served = tokio::select! {
-        () = asked_to_stop() => None,
-        result = &mut grpc => Some(result),
+    let mut signals = Signals::new()?;
+    let asked = tokio::select! {
+        asked = signals.next() => asked,
+        result = &mut grpc => return Ok(result??),
     };
+    let linger = Duration::from_secs(config.drain.linger_seconds);
     tracing::info!("draining");
-    ready.store(false, Ordering::Relaxed);
-    report(&health, ServingStatus::NotServing).await;
+    let _ = drain.send(true);
+    if asked == Asked::ToTerminate && !linger.is_zero() {
+        tokio::select! {
+            () = tokio::time::sleep(linger) => {}
+            _ = signals.next() => {}
+        }
+    }
     let _ = stop.send(true);
-    let result = match served {
-        Some(result) => result?,
-        None => match tokio::time::timeout(Duration::from_secs(config.drain.timeout_seconds), grpc)
-            .await
-        {
-            Ok(result) => result?,
-            Err(_) => {
-                tracing::warn!(
-                    seconds = config.drain.timeout_seconds,
-                    "streams were still open at the end of drain.timeout_seconds"
-                );
-                Ok(())
-            }
-        },
+    let timeout = Duration::from_secs(config.drain.timeout_seconds);
+    let result = tokio::select! {
+        result = grpc => result?,
+        () = tokio::time::sleep(timeout) => {
+            tracing::warn!(
+                seconds = config.drain.timeout_seconds,
+                "streams were still open at the end of drain.timeout_seconds"
+            );
+            Ok(())
+        }
+        _ = signals.next() => {
+            tracing::warn!("asked again: open streams are cut");
+            Ok(())
+        }
     };
-    for task in [watching.abort_handle(), http.abort_handle(), admin.abort_handle()] {
+    for task in [reporting.abort_handle(), http.abort_handle(), admin.abort_handle()] {
         task.abort();
     }
+    // An error means that there was no lease to give back.
+    let _ = tokio::time::timeout(Duration::from_secs(3), released).await;
     if let Some(tracing) = tracing {
         tokio::task::spawn_blocking(move || tracing.shutdown()).await?;
     }
     tracing::info!("stopped");
     Ok(result?)
+}
+
+/// Whether requests may come: the pool is known, this picker leads, and it is not on its way out.
+#[derive(Debug)]
+struct Readiness {
+    status: Arc<SourceStatus>,
+    leader: watch::Receiver<bool>,
+    draining: watch::Receiver<bool>,
+    scheduler: Arc<Scheduler>,
+}
+
+impl Readiness {
+    fn is_ready(&self) -> bool {
+        self.status.synced() && *self.leader.borrow() && !*self.draining.borrow()
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let endpoints = self.scheduler.pool().endpoints().len();
+        let mut lines = vec![format!("{endpoints} endpoints")];
+        lines.extend(self.status.lines(Instant::now()));
+        if !*self.leader.borrow() {
+            lines.push("another picker leads".to_owned());
+        }
+        if *self.draining.borrow() {
+            lines.push("draining".to_owned());
+        }
+        lines
+    }
+
+    fn as_page(self: Arc<Self>) -> http::Readiness {
+        Arc::new(move || (self.is_ready(), self.lines()))
+    }
+
+    async fn report(&self, health: &HealthReporter) {
+        let status =
+            if self.is_ready() { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for name in HEALTH_NAMES {
+            // One that drains, waits or stands by is alive: it must not be restarted for it.
+            let status = if name == "liveness" { ServingStatus::Serving } else { status };
+            health.set_service_status(name, status).await;
+        }
+    }
+
+    /// Reports every change, for as long as the picker runs.
+    async fn follow(self: Arc<Self>, health: HealthReporter) {
+        let (mut synced, mut leader, mut draining) =
+            (self.status.follow(), self.leader.clone(), self.draining.clone());
+        loop {
+            self.report(&health).await;
+            tokio::select! {
+                Ok(()) = synced.changed() => {}
+                Ok(()) = leader.changed() => {}
+                Ok(()) = draining.changed() => {}
+                else => return,
+            }
+        }
+    }
 }
 
 /// Makes the scheduler's settings of a configuration.
@@ -174,6 +246,7 @@ pub fn exchange(config: &Config) -> ExchangeSettings {
             use_user_field: config.requests.use_user_field,
         },
         errors: config.answers.errors,
+        use_subset: config.requests.use_subset,
     }
 }
 
@@ -226,49 +299,36 @@ async fn serve_http(listener: TcpListener, pages: axum::Router, stopping: watch:
     }
 }
 
-async fn watch_pool(path: PathBuf, poll_ms: u64, scheduler: Arc<Scheduler>, metrics: Arc<Metrics>) {
-    let poll = Duration::from_millis(poll_ms);
-    file::watch(&path, scheduler.pool(), poll, |change| match change {
-        Ok(pool) => adopt(&scheduler, pool),
-        Err(error) => {
-            metrics.pool_errors.inc();
-            tracing::warn!(error, "the endpoints in use stay");
-        }
-    })
-    .await;
-}
-
-fn adopt(scheduler: &Scheduler, pool: Arc<PoolSnapshot>) {
-    tracing::info!(
-        endpoints = pool.endpoints().len(),
-        version = pool.version(),
-        "endpoints changed"
-    );
-    scheduler.adopt(pool);
-}
-
-async fn report(health: &HealthReporter, status: ServingStatus) {
-    for name in HEALTH_NAMES {
-        // A draining picker is alive: it must not be restarted for it.
-        let status = if name == "liveness" { ServingStatus::Serving } else { status };
-        health.set_service_status(name, status).await;
-    }
-}
-
 async fn stopped(mut stopping: watch::Receiver<bool>) {
     // An error means that the sender is gone, which is a stop as well.
     drop(stopping.wait_for(|stop| *stop).await);
 }
 
-async fn asked_to_stop() {
-    let (Ok(mut term), Ok(mut int)) =
-        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
-    else {
-        tracing::error!("signals cannot be received");
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = term.recv() => {}
-        _ = int.recv() => {}
+/// How the picker is asked to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    /// SIGTERM: as Kubernetes asks, while gateways still send requests.
+    ToTerminate,
+    /// SIGINT: by somebody at a terminal, who does not want to wait.
+    ToStop,
+}
+
+struct Signals {
+    term: Signal,
+    int: Signal,
+}
+
+impl Signals {
+    fn new() -> anyhow::Result<Self> {
+        let (term, int) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+        let (term, int) = (term.context("no signals")?, int.context("no signals")?);
+        Ok(Self { term, int })
+    }
+
+    async fn next(&mut self) -> Asked {
+        tokio::select! {
+            _ = self.term.recv() => Asked::ToTerminate,
+            _ = self.int.recv() => Asked::ToStop,
+        }
     }
 }

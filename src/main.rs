@@ -2,8 +2,6 @@
 
 use std::process::ExitCode;
 
-use clap::Parser as _;
-
 fn main() -> ExitCode {
-    llm_ring::cli::run(llm_ring::cli::Cli::parse())
+    llm_ring::cli::run(std::env::args_os())
 }

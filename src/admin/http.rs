@@ -1,7 +1,7 @@
 //! `/metrics`, `/livez` and `/readyz` over HTTP.
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::Router;
 use axum::extract::State;
@@ -10,15 +10,24 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use prometheus_client::registry::Registry;
 
+/// Says whether requests may come, and what there is to know about it, a line each.
+pub type Readiness = Arc<dyn Fn() -> (bool, Vec<String>) + Send + Sync>;
+
 /// What the pages show.
-#[derive(Debug, Clone)]
-pub struct Pages {
+#[derive(Clone)]
+struct Pages {
     registry: Arc<Registry>,
-    ready: Arc<AtomicBool>,
+    ready: Readiness,
+}
+
+impl fmt::Debug for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pages").finish_non_exhaustive()
+    }
 }
 
 /// Makes the pages; `ready` is what `/readyz` says.
-pub fn router(registry: Registry, ready: Arc<AtomicBool>) -> Router {
+pub fn router(registry: Registry, ready: Readiness) -> Router {
     Router::new()
         .route("/metrics", get(metrics))
         .route("/livez", get(|| async { "ok\n" }))
@@ -42,10 +51,15 @@ async fn metrics(State(pages): State<Pages>) -> impl IntoResponse {
     }
 }
 
-async fn readyz(State(pages): State<Pages>) -> (StatusCode, &'static str) {
-    if pages.ready.load(Ordering::Relaxed) {
-        (StatusCode::OK, "ready\n")
+async fn readyz(State(pages): State<Pages>) -> (StatusCode, String) {
+    let (ready, lines) = (pages.ready)();
+    let (status, word) = if ready {
+        (StatusCode::OK, "ready")
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "draining\n")
-    }
+        (StatusCode::SERVICE_UNAVAILABLE, "not ready")
+    };
+    (
+        status,
+        format!("{word}\n{}", lines.iter().map(|line| format!("{line}\n")).collect::<String>()),
+    )
 }

@@ -1,6 +1,5 @@
 //! `llm-ring explain`: makes a decision again, offline, and shows each number and step.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -13,7 +12,7 @@ use super::{Output, print};
 use crate::config::{self, Config, Points};
 use crate::ext_proc::request::{End, RequestReader};
 use crate::pool::estimate::TokenEstimator;
-use crate::pool::{Conversation, Endpoint, Engine, KeySource, Load, endpoint};
+use crate::pool::{Conversation, Endpoint, KeySource, Load, PoolSnapshot, endpoint};
 use crate::scheduling::{POLICIES, Scenario};
 use crate::telemetry::{explain, pb};
 use crate::{app, discovery, yaml};
@@ -56,7 +55,9 @@ struct Decisions {
 
 impl Explain {
     pub(super) fn run(self) -> anyhow::Result<()> {
-        let config = config::load(self.config.as_deref(), &Vec::new())?.config;
+        let config =
+            config::load(self.config.as_deref().map(config::File::read).transpose()?, &Vec::new())?
+                .config;
         let (scenario, given) = if self.example {
             (Scenario::example(), pb::Record::default())
         } else if let (Some(body), Some(endpoints)) = (&self.body, &self.endpoints) {
@@ -174,16 +175,13 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
                 load.address.parse().with_context(|| format!("`{}` is no ip:port", load.address))?
             };
             let endpoint = Endpoint {
-                name: load.name.clone(),
-                address,
                 weight: match load.weight {
                     0.0 => 1.0,
                     weight => endpoint::weight(weight)
                         .map_err(anyhow::Error::msg)
                         .with_context(|| load.name.clone())?,
                 },
-                labels: BTreeMap::new(),
-                engine: Engine::Unknown,
+                ..Endpoint::new(load.name.clone(), address)
             };
             Ok((
                 endpoint,
@@ -242,7 +240,11 @@ fn body_scenario(
     let bytes =
         std::fs::read(body).with_context(|| format!("{}: cannot be read", body.display()))?;
     let points = config.ring.points.get();
-    let pool = discovery::file::read(endpoints, 0, points).map_err(anyhow::Error::msg)?;
+    let pool = PoolSnapshot::new(
+        0,
+        discovery::file::read(endpoints).map_err(anyhow::Error::msg)?,
+        points,
+    )?;
     let mut reader = RequestReader::new(path.as_bytes(), None, None, &app::exchange(config).read);
     reader.push(&bytes);
     let reading = reader.reading(End::Whole);

@@ -2,9 +2,11 @@
 //! The command line: the picker itself, and the tools that show what it does.
 
 mod explain;
+mod flags;
 mod ring;
 mod watch;
 
+use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,7 +15,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_yaml::Value;
 
-use crate::config::{self, Loaded, Overrides};
+use crate::config::{self, File, Loaded, Overrides};
 use crate::scheduling::POLICIES;
 use crate::telemetry;
 
@@ -44,8 +46,11 @@ enum Command {
 #[derive(Debug, Args)]
 struct Settings {
     /// Configuration file (YAML); `llm-ring config` prints one with every key
-    #[arg(long, short, value_name = "FILE")]
+    #[arg(long, short, visible_alias = "config-file", value_name = "FILE")]
     config: Option<PathBuf>,
+    /// The same as text
+    #[arg(long, value_name = "YAML", conflicts_with = "config")]
+    config_text: Option<String>,
     /// Endpoints file (YAML), watched for changes [endpoints.file]
     #[arg(long, short, value_name = "FILE")]
     endpoints: Option<PathBuf>,
@@ -76,6 +81,8 @@ struct Settings {
     /// OTLP receiver for traces, such as http://collector:4317 [tracing.otlp_endpoint]
     #[arg(long, value_name = "URL")]
     otlp_endpoint: Option<String>,
+    #[command(flatten)]
+    upstream: flags::Upstream,
 }
 
 /// How a tool prints.
@@ -87,16 +94,19 @@ enum Output {
     Json,
 }
 
-/// Runs a command.
+/// Runs the command that the arguments are.
 #[must_use]
-pub fn run(cli: Cli) -> ExitCode {
-    let result = match cli.command {
-        Command::Serve(settings) => serve(settings),
-        Command::Config(settings) => settings.load().and_then(|loaded| print(&loaded.render())),
-        Command::Explain(explain) => explain.run(),
-        Command::Ring(ring) => ring.run(),
-        Command::Watch(watch) => watch.run(),
-    };
+pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let result =
+        flags::upstream(arguments).map_err(anyhow::Error::msg).and_then(|(arguments, ignored)| {
+            match Cli::parse_from(arguments).command {
+                Command::Serve(settings) => serve(settings, ignored),
+                Command::Config(settings) => show(settings, ignored),
+                Command::Explain(explain) => explain.run(),
+                Command::Ring(ring) => ring.run(),
+                Command::Watch(watch) => watch.run(),
+            }
+        });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -114,9 +124,18 @@ fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-fn serve(settings: Settings) -> anyhow::Result<()> {
-    let config = settings.load()?.config;
+fn show(settings: Settings, ignored: Vec<String>) -> anyhow::Result<()> {
+    let mut loaded = settings.load()?;
+    loaded.warnings.extend(ignored);
+    print(&loaded.render())
+}
+
+fn serve(settings: Settings, ignored: Vec<String>) -> anyhow::Result<()> {
+    let Loaded { config, warnings, .. } = settings.load()?;
     telemetry::init::log(config.log.format, &config.log.level)?;
+    for warning in warnings.into_iter().chain(ignored) {
+        tracing::warn!("{warning}");
+    }
     let mut runtime = match config.server.threads {
         1 => tokio::runtime::Builder::new_current_thread(),
         threads => {
@@ -134,21 +153,29 @@ impl Settings {
     fn load(self) -> anyhow::Result<Loaded> {
         let path = |path: PathBuf| Value::from(path.display().to_string());
         let values: [(&'static str, &'static str, Option<Value>); 10] = [
-            ("endpoints.file", "endpoints", self.endpoints.map(path)),
-            ("policy", "policy", self.policy.map(Value::from)),
-            ("server.address", "address", self.address.map(Value::from)),
-            ("server.grpc_port", "grpc-port", self.grpc_port.map(Value::from)),
-            ("server.health_port", "grpc-health-port", self.grpc_health_port.map(Value::from)),
-            ("server.metrics_port", "metrics-port", self.metrics_port.map(Value::from)),
-            ("tls.mode", "tls", self.tls.map(Value::from)),
-            ("log.level", "log-level", self.log_level.map(Value::from)),
-            ("log.format", "log-format", self.log_format.map(Value::from)),
-            ("tracing.otlp_endpoint", "otlp-endpoint", self.otlp_endpoint.map(Value::from)),
+            ("endpoints.file", "--endpoints", self.endpoints.map(path)),
+            ("policy", "--policy", self.policy.map(Value::from)),
+            ("server.address", "--address", self.address.map(Value::from)),
+            ("server.grpc_port", "--grpc-port", self.grpc_port.map(Value::from)),
+            ("server.health_port", "--grpc-health-port", self.grpc_health_port.map(Value::from)),
+            ("server.metrics_port", "--metrics-port", self.metrics_port.map(Value::from)),
+            ("tls.mode", "--tls", self.tls.map(Value::from)),
+            ("log.level", "--log-level", self.log_level.map(Value::from)),
+            ("log.format", "--log-format", self.log_format.map(Value::from)),
+            ("tracing.otlp_endpoint", "--otlp-endpoint", self.otlp_endpoint.map(Value::from)),
         ];
-        let overrides: Overrides = values
-            .into_iter()
-            .filter_map(|(path, flag, value)| Some((path, flag, value?)))
-            .collect();
-        Ok(config::load(self.config.as_deref(), &overrides)?)
+        let mut overrides = Overrides::new();
+        flags::environment(&mut overrides, |name| std::env::var(name).ok());
+        self.upstream.into(&mut overrides);
+        // Of two flags that say the same, our own is the one that was meant.
+        overrides.extend(
+            values.into_iter().filter_map(|(path, from, value)| Some((path, from, value?))),
+        );
+        let file = match (self.config, self.config_text) {
+            (Some(path), _) => Some(File::read(&path)?),
+            (None, Some(text)) => Some(File { name: "--config-text".to_owned(), text }),
+            (None, None) => None,
+        };
+        Ok(config::load(file, &overrides)?)
     }
 }

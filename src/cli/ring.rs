@@ -12,6 +12,7 @@ use crate::discovery;
 use crate::index::hash;
 use crate::index::rendezvous::Rendezvous;
 use crate::index::ring::{HashRing, Member};
+use crate::pool::PoolSnapshot;
 
 #[derive(Debug, Args)]
 pub(super) struct Ring {
@@ -87,7 +88,9 @@ const MOST_POINTS: u64 = 10_000_000;
 
 impl Ring {
     pub(super) fn run(self) -> anyhow::Result<()> {
-        let config = config::load(self.config.as_deref(), &Vec::new())?.config;
+        let config =
+            config::load(self.config.as_deref().map(config::File::read).transpose()?, &Vec::new())?
+                .config;
         let points = self.points.unwrap_or(config.ring.points.get());
         anyhow::ensure!(
             self.endpoints.is_some() || u64::from(self.count) * u64::from(points) <= MOST_POINTS,
@@ -97,7 +100,11 @@ impl Ring {
         let members: Vec<Named> = match &self.endpoints {
             None => (0..self.count).map(|i| (format!("llm-{i}"), 1.0)).collect(),
             Some(file) => {
-                let pool = discovery::file::read(file, 0, points).map_err(anyhow::Error::msg)?;
+                let pool = PoolSnapshot::new(
+                    0,
+                    discovery::file::read(file).map_err(anyhow::Error::msg)?,
+                    points,
+                )?;
                 anyhow::ensure!(
                     !pool.endpoints().is_empty(),
                     "{}: holds no endpoints",

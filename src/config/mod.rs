@@ -14,7 +14,7 @@ use crate::scheduling::{POLICIES, Policies};
 use crate::telemetry::init::LogFormat;
 use crate::yaml;
 
-pub use source::{ConfigError, Loaded, Overrides, load};
+pub use source::{ConfigError, File, Loaded, Overrides, load};
 
 /// The whole configuration.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
@@ -24,8 +24,12 @@ pub struct Config {
     pub server: Server,
     /// TLS of the ext_proc port.
     pub tls: Tls,
-    /// Where endpoints come from.
+    /// Endpoints from a file.
     pub endpoints: Endpoints,
+    /// Endpoints from Kubernetes.
+    pub kubernetes: Kubernetes,
+    /// How endpoints that join a pool at work rise to their share.
+    pub warmup: Warmup,
     /// The policy in use, one of `policies`.
     pub policy: PolicyName,
     /// The parameters of every policy.
@@ -48,6 +52,14 @@ pub struct Config {
     pub tracing: Tracing,
     /// The end.
     pub drain: Drain,
+}
+
+impl Config {
+    /// Tells whether endpoints come from Kubernetes.
+    #[must_use]
+    pub fn in_kubernetes(&self) -> bool {
+        self.kubernetes.pool.is_some() || self.kubernetes.selector.is_some()
+    }
 }
 
 /// Where the picker listens.
@@ -95,7 +107,7 @@ pub enum TlsMode {
     Off,
 }
 
-/// Where endpoints come from.
+/// Endpoints from a file, without Kubernetes.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Endpoints {
@@ -103,6 +115,59 @@ pub struct Endpoints {
     pub file: Option<PathBuf>,
     /// How often the file is looked at, in milliseconds, 10 or more.
     pub poll_ms: Ranged<10, 3_600_000>,
+}
+
+/// Endpoints from Kubernetes: the pods of an InferencePool, or those of a selector.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Kubernetes {
+    /// Name of the InferencePool (`inference.networking.k8s.io/v1`).
+    pub pool: Option<String>,
+    /// Namespace of the pool and its pods; absent: the picker's own.
+    pub namespace: Option<String>,
+    /// Instead of a pool: a label selector of pods, such as `app=llm,tier in (a,b)`. It needs no CRD.
+    pub selector: Option<String>,
+    /// With `selector`: 1 to 8 ports, each an endpoint of each pod.
+    pub target_ports: Vec<u16>,
+    /// Which address of a pod is dialled: `primary`, `ipv4` or `ipv6`.
+    pub address_family: AddressFamily,
+    /// Label of pods with their weight, above 0 and at most 100; without it a pod weighs 1.
+    pub weight_label: String,
+    /// Label of pods with their role; `prefill`, `encode` and `encode-prefill` take no requests from clients.
+    pub role_label: String,
+    /// How long one watch lasts before it is asked for anew, in seconds. A silent connection is noticed 5 s after that.
+    pub watch_seconds: Ranged<2, 290>,
+    /// Whether one of several pickers leads, by a Lease, and the others are not ready.
+    pub leader_election: bool,
+    /// Name of the Lease; absent: `epp-NAMESPACE-POOL.llm-d.ai`, as the upstream picker's.
+    pub lease: Option<String>,
+    /// How long the Lease holds without being renewed, in seconds.
+    pub lease_seconds: Ranged<3, 300>,
+    /// Who we are in the Lease; absent: the host's name.
+    pub identity: Option<String>,
+}
+
+/// Which address of a pod is dialled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AddressFamily {
+    /// The one that Kubernetes calls the pod's.
+    #[default]
+    Primary,
+    /// The first of IPv4.
+    Ipv4,
+    /// The first of IPv6.
+    Ipv6,
+}
+
+/// How endpoints that join a pool at work rise to their share: their caches are empty.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Warmup {
+    /// From joining to full weight, in seconds; 0 is at once.
+    pub seconds: Ranged<0, 3600>,
+    /// Steps on the way; each moves about one step's part of the newcomer's share of conversations.
+    pub steps: Ranged<1, 100>,
 }
 
 /// The name of a policy that exists.
@@ -184,6 +249,8 @@ pub struct Requests {
     pub body_idle_timeout_ms: u64,
     /// Bytes of all bodies that wait for their pick; beyond, picks are made on what has been read.
     pub body_memory_bytes: u64,
+    /// Whether a subset of endpoints that the gateway allows (`x-gateway-destination-endpoint-subset`) is kept to.
+    pub use_subset: bool,
 }
 
 /// What goes back.
@@ -233,7 +300,9 @@ pub struct Share(f64);
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Drain {
-    /// How long open streams may go on after SIGTERM, in seconds.
+    /// From SIGTERM until no new request is taken, in seconds: gateways need a moment to learn that it is not ready.
+    pub linger_seconds: u64,
+    /// How long open streams may go on after that, in seconds.
     pub timeout_seconds: u64,
 }
 
@@ -269,6 +338,31 @@ impl Tls {
 impl Default for Endpoints {
     fn default() -> Self {
         Self { file: None, poll_ms: Ranged(1000) }
+    }
+}
+
+impl Default for Kubernetes {
+    fn default() -> Self {
+        Self {
+            pool: None,
+            namespace: None,
+            selector: None,
+            target_ports: Vec::new(),
+            address_family: AddressFamily::default(),
+            weight_label: "llm-ring/weight".to_owned(),
+            role_label: "llm-d.ai/role".to_owned(),
+            watch_seconds: Ranged(60),
+            leader_election: false,
+            lease: None,
+            lease_seconds: Ranged(15),
+            identity: None,
+        }
+    }
+}
+
+impl Default for Warmup {
+    fn default() -> Self {
+        Self { seconds: Ranged(30), steps: Ranged(10) }
     }
 }
 
@@ -319,6 +413,7 @@ impl Default for Requests {
             decision_deadline_ms: 10_000,
             body_idle_timeout_ms: 60_000,
             body_memory_bytes: 512 << 20,
+            use_subset: true,
         }
     }
 }
@@ -348,7 +443,7 @@ impl Default for Tracing {
 
 impl Default for Drain {
     fn default() -> Self {
-        Self { timeout_seconds: 60 }
+        Self { linger_seconds: 5, timeout_seconds: 60 }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_yaml::Value;
 
@@ -14,15 +14,18 @@ use crate::yaml;
 pub struct Loaded {
     /// What is in force.
     pub config: Config,
-    file: Option<PathBuf>,
-    /// Paths that a file or a flag has set.
+    /// What was read and is not in force, for a person to know.
+    pub warnings: Vec<String>,
+    file: Option<String>,
+    /// Paths that something else than a default has set.
     sources: BTreeMap<String, Source>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
     File,
-    Flag(&'static str),
+    /// A flag or a variable, as it is shown.
+    Named(&'static str),
 }
 
 /// Why a configuration is not one.
@@ -30,22 +33,48 @@ enum Source {
 #[error("{0}")]
 pub struct ConfigError(String);
 
-/// Values from flags: the path in the document, the flag, the value.
+/// Values from variables and flags, the weaker first: the path in the document, what it is from (`--policy`,
+/// `env NAMESPACE`), the value.
 pub type Overrides = Vec<(&'static str, &'static str, Value)>;
 
-/// Reads the configuration.
+/// A document, with the name that errors about it begin with.
+#[derive(Debug, Clone)]
+pub struct File {
+    /// Its path, or the flag that it was given in.
+    pub name: String,
+    /// What it says.
+    pub text: String,
+}
+
+impl File {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let name = path.display().to_string();
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError(format!("{name}: cannot be read: {error}")))?;
+        Ok(Self { name, text })
+    }
+}
+
+/// Puts the configuration together.
 ///
 /// # Errors
-/// The file cannot be read, has a key that does not exist or a value that cannot be; the text says where and what to do.
-pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, ConfigError> {
+/// A key that does not exist or a value that cannot be; the text says where and what to do.
+pub fn load(file: Option<File>, overrides: &Overrides) -> Result<Loaded, ConfigError> {
     let mut sources = BTreeMap::new();
+    let mut warnings = Vec::new();
     let mut config = Config::default();
-    if let Some(path) = file {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| ConfigError(format!("{}: cannot be read: {error}", path.display())))?;
-        config = yaml::parse(&text)
-            .map_err(|error| ConfigError(format!("{}:{error}", path.display())))?;
-        if let Ok(document) = serde_yaml::from_str::<Value>(&text) {
+    if let Some(File { name, text }) = &file {
+        let document = serde_yaml::from_str::<Value>(text).unwrap_or_default();
+        if let Some(plugins) = upstream_plugins(&document) {
+            warnings.push(format!(
+                "{name} is an EndpointPickerConfig, the upstream picker's: its plugins ({plugins}) are not used; `policy` and the keys of `llm-ring config` say what is"
+            ));
+        } else {
+            config = yaml::parse(text).map_err(|error| ConfigError(format!("{name}:{error}")))?;
             leaves("", &document, &mut |at, _| {
                 sources.insert(at.to_owned(), Source::File);
             });
@@ -53,18 +82,29 @@ pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Loaded, Config
     }
     let mut document =
         serde_yaml::to_value(&config).map_err(|error| ConfigError(error.to_string()))?;
-    for (path, flag, value) in overrides {
+    for (path, from, value) in overrides {
         set(&mut document, path, value.clone());
-        sources.insert((*path).to_owned(), Source::Flag(flag));
+        sources.insert((*path).to_owned(), Source::Named(from));
         config = serde_yaml::from_value(document.clone()).map_err(|error| {
-            ConfigError(format!("--{flag}: {}", yaml::without_location(&error.to_string())))
+            ConfigError(format!("{from}: {}", yaml::without_location(&error.to_string())))
         })?;
     }
-    check(&config).map_err(|error| match file {
-        Some(path) => ConfigError(format!("{}: {}", path.display(), error.0)),
+    let file = file.map(|file| file.name);
+    check(&config).map_err(|error| match &file {
+        Some(name) => ConfigError(format!("{name}: {}", error.0)),
         None => error,
     })?;
-    Ok(Loaded { config, file: file.map(Path::to_path_buf), sources })
+    Ok(Loaded { config, warnings, file, sources })
+}
+
+/// Returns the plugins that the upstream picker's configuration names, if it is one.
+fn upstream_plugins(document: &Value) -> Option<String> {
+    if document.get("kind")?.as_str()? != "EndpointPickerConfig" {
+        return None;
+    }
+    let plugins = document.get("plugins").and_then(Value::as_sequence);
+    let types = plugins.into_iter().flatten().filter_map(|it| it.get("type")?.as_str());
+    Some(types.collect::<Vec<_>>().join(", "))
 }
 
 /// Checks what no single value can know.
@@ -78,6 +118,7 @@ fn check(config: &Config) -> Result<(), ConfigError> {
             config.log.level
         )));
     }
+    check_endpoints(config)?;
     let server = &config.server;
     let ports = [server.grpc_port, server.health_port, server.metrics_port];
     for (i, port) in ports.iter().enumerate() {
@@ -99,15 +140,57 @@ fn check(config: &Config) -> Result<(), ConfigError> {
     Ok(())
 }
 
+/// Checks that endpoints come from one place.
+fn check_endpoints(config: &Config) -> Result<(), ConfigError> {
+    let kubernetes = &config.kubernetes;
+    let given = [
+        ("endpoints.file", config.endpoints.file.is_some()),
+        ("kubernetes.pool", kubernetes.pool.is_some()),
+        ("kubernetes.selector", kubernetes.selector.is_some()),
+    ];
+    let given: Vec<&str> = given.iter().filter(|(_, given)| *given).map(|&(key, _)| key).collect();
+    if given.len() > 1 {
+        let given = given.join(" and ");
+        return Err(ConfigError(format!("endpoints come from one place, and {given} are given")));
+    }
+    let ports = &kubernetes.target_ports;
+    if kubernetes.selector.is_some() {
+        if ports.is_empty() || ports.len() > 8 || ports.contains(&0) {
+            return Err(ConfigError(format!(
+                "kubernetes.selector needs kubernetes.target_ports (--endpoint-target-ports), 1 to 8 ports, not {ports:?}"
+            )));
+        }
+        if kubernetes.selector.as_deref().is_some_and(|it| it.trim().is_empty()) {
+            return Err(ConfigError(
+                "kubernetes.selector is empty, which would select every pod of the namespace"
+                    .to_owned(),
+            ));
+        }
+    } else if !ports.is_empty() {
+        return Err(ConfigError(
+            "kubernetes.target_ports belong to kubernetes.selector; an InferencePool has its own ports"
+                .to_owned(),
+        ));
+    }
+    if kubernetes.leader_election && !config.in_kubernetes() {
+        return Err(ConfigError(
+            "kubernetes.leader_election needs kubernetes.pool or kubernetes.selector".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
 impl Loaded {
     /// Writes the effective whole as YAML, each value with its source.
     #[must_use]
     pub fn render(&self) -> String {
-        let file =
-            self.file.as_ref().map_or_else(|| "file".to_owned(), |path| path.display().to_string());
+        let file = self.file.as_deref().unwrap_or("file");
         let mut out = String::new();
+        for warning in &self.warnings {
+            let _ = writeln!(out, "# warning: {warning}");
+        }
         if let Ok(document) = serde_yaml::to_value(&self.config) {
-            self.render_into(&mut out, "", &document, 0, &file);
+            self.render_into(&mut out, "", &document, 0, file);
         }
         out
     }
@@ -130,7 +213,7 @@ impl Loaded {
             let source = match self.sources.get(&path) {
                 None => "default".to_owned(),
                 Some(Source::File) => file.to_owned(),
-                Some(Source::Flag(flag)) => format!("--{flag}"),
+                Some(Source::Named(name)) => (*name).to_owned(),
             };
             let _ = writeln!(out, "{:<58} # {source}", format!("{indent}{key}: {text}"));
         }
@@ -235,7 +318,7 @@ mod tests {
 
     #[test]
     fn what_is_printed_can_be_read_again_and_names_its_sources() {
-        let loaded = load(None, &vec![("policy", "policy", Value::from("bounded"))]).unwrap();
+        let loaded = load(None, &vec![("policy", "--policy", Value::from("bounded"))]).unwrap();
         let text = loaded.render();
         assert_eq!(parse(&text).unwrap(), loaded.config);
         assert!(text.lines().any(|line| line.starts_with("policy: \"bounded\"") && line.ends_with("# --policy")), "{text}");
@@ -244,8 +327,9 @@ mod tests {
 
     #[test]
     fn a_wrong_flag_is_named() {
-        let error =
-            load(None, &vec![("policy", "policy", Value::from("bound"))]).unwrap_err().to_string();
+        let error = load(None, &vec![("policy", "--policy", Value::from("bound"))])
+            .unwrap_err()
+            .to_string();
         assert!(
             error.starts_with("--policy:") && error.contains("did you mean `bounded`"),
             "{error}"

@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -67,57 +66,48 @@ pub fn parse(text: &str) -> Result<Vec<Endpoint>, String> {
             weight: entry.weight.0,
             labels: entry.labels,
             engine: entry.engine.0,
+            instance: String::new(),
         })
         .collect())
 }
 
-/// Reads the file into a snapshot.
+/// Reads the endpoints in the file.
 ///
 /// # Errors
 /// The file cannot be read, or is not a list of endpoints that make a pool; the text names the file.
-pub fn read(path: &Path, version: u64, points: u32) -> Result<PoolSnapshot, String> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| format!("{}: cannot be read: {error}", path.display()))?;
-    snapshot(path, &text, version, points)
+pub fn read(path: &Path) -> Result<Vec<Endpoint>, String> {
+    endpoints(path, &text(path)?)
 }
 
-fn snapshot(path: &Path, text: &str, version: u64, points: u32) -> Result<PoolSnapshot, String> {
+fn text(path: &Path) -> Result<String, String> {
+    std::fs::read_to_string(path)
+        .map_err(|error| format!("{}: cannot be read: {error}", path.display()))
+}
+
+fn endpoints(path: &Path, text: &str) -> Result<Vec<Endpoint>, String> {
     let endpoints = parse(text).map_err(|error| format!("{}:{error}", path.display()))?;
-    PoolSnapshot::new(version, endpoints, points)
-        .map_err(|error| format!("{}: {error}", path.display()))
+    PoolSnapshot::check(&endpoints).map_err(|error| format!("{}: {error}", path.display()))?;
+    Ok(endpoints)
 }
 
-/// Looks at the file every `poll` and hands on each state other than the `current` one, or what is wrong with the
-/// file, once.
+/// Looks at the file every `poll` and hands on what is in it, or what is wrong with it, whenever it has changed.
 ///
 /// It compares contents, not times: a ConfigMap volume changes by a swap of links. Its first look is at once, so
 /// that nothing is missed between the start's reading and this watch.
 pub async fn watch(
     path: &Path,
-    mut current: Arc<PoolSnapshot>,
     poll: Duration,
-    mut changed: impl FnMut(Result<Arc<PoolSnapshot>, String>),
+    mut changed: impl FnMut(Result<Vec<Endpoint>, String>),
 ) {
     let mut seen = None;
     let mut ticks = tokio::time::interval(poll);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| format!("{}: cannot be read: {error}", path.display()));
-        if seen.as_ref() == Some(&text) {
-            continue;
-        }
-        let (version, points) = (current.version() + 1, current.ring_points());
-        let result = text.clone().and_then(|text| snapshot(path, &text, version, points));
-        seen = Some(text);
-        match result.map(Arc::new) {
-            Ok(pool) if pool.endpoints() == current.endpoints() => {}
-            Ok(pool) => {
-                current = Arc::clone(&pool);
-                changed(Ok(pool));
-            }
-            Err(error) => changed(Err(error)),
+        let text = text(path);
+        if seen.as_ref() != Some(&text) {
+            changed(text.clone().and_then(|text| endpoints(path, &text)));
+            seen = Some(text);
         }
     }
 }
@@ -203,9 +193,7 @@ mod tests {
         }
         let twice = "endpoints:\n- {name: a, address: 10.0.0.1, port: 1}\n- {name: a, address: 10.0.0.2, port: 1}";
         assert!(
-            snapshot(Path::new("f"), twice, 0, 1)
-                .unwrap_err()
-                .contains("two endpoints are named `a`")
+            endpoints(Path::new("f"), twice).unwrap_err().contains("two endpoints are named `a`")
         );
     }
 }

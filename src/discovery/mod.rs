@@ -1,3 +1,8 @@
-//! Where endpoints come from. Each source ends in a new [`PoolSnapshot`](crate::pool::PoolSnapshot).
+//! Where endpoints come from: an InferencePool or a selector in Kubernetes, or a file. Each source tells what endpoints
+//! there are now; [`PoolKeeper`](crate::pool::PoolKeeper) makes pools of it.
 
 pub mod file;
+pub mod kubernetes;
+pub mod lease;
+mod objects;
+pub mod reconcile;

@@ -34,6 +34,8 @@ pub struct ExchangeSettings {
     pub read: ReadOptions,
     /// How refusals look.
     pub errors: ErrorFormat,
+    /// Whether a subset that the gateway allows is kept to.
+    pub use_subset: bool,
 }
 
 /// What the exchange asks its caller to do.
@@ -385,7 +387,10 @@ impl Exchange {
             return;
         }
         let mut head = Head {
-            request: InferenceRequest { subset: subset_hint(metadata), ..Default::default() },
+            request: InferenceRequest {
+                subset: subset_hint(metadata).filter(|_| self.settings.use_subset),
+                ..Default::default()
+            },
             ..Head::default()
         };
         let (mut path, mut content_type, mut encoding) = (&b""[..], None, None);
@@ -735,7 +740,8 @@ fn text(value: &[u8]) -> String {
 }
 
 /// Reads `x-gateway-destination-endpoint-subset` (proposal 004): a list, or a string with commas as Envoy's
-/// `header_to_metadata` makes it. What is not an `ip:port` matches nothing.
+/// `header_to_metadata` makes it. An address alone stands for all its ports, as in the conformance suite; what is
+/// neither matches nothing.
 fn subset_hint(metadata: Option<&Metadata>) -> Option<Vec<SocketAddr>> {
     let hint = metadata?
         .filter_metadata
@@ -743,7 +749,12 @@ fn subset_hint(metadata: Option<&Metadata>) -> Option<Vec<SocketAddr>> {
         .fields
         .get("x-gateway-destination-endpoint-subset")?;
     let addresses = |text: &str| -> Vec<SocketAddr> {
-        text.split(',').filter_map(|entry| entry.trim().parse().ok()).collect()
+        let any_port = |entry: &str| {
+            let ip = entry.strip_prefix('[').and_then(|it| it.strip_suffix(']')).unwrap_or(entry);
+            Some(SocketAddr::new(ip.parse().ok()?, 0))
+        };
+        let entries = text.split(',').map(str::trim);
+        entries.filter_map(|entry| entry.parse().ok().or_else(|| any_port(entry))).collect()
     };
     match hint.kind.as_ref()? {
         Kind::StringValue(text) => Some(addresses(text)),

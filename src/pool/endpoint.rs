@@ -5,9 +5,13 @@ use std::net::SocketAddr;
 
 use crate::index::hash;
 
-/// Identifies one life of an endpoint: the same name at another address is another endpoint, with an empty cache.
+/// Identifies one life of an endpoint: the same name at another address, or of another pod, is another endpoint, with
+/// an empty cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct EndpointId(u64);
+pub struct EndpointId {
+    place: u64,
+    life: u64,
+}
 
 /// A model server that Envoy can dial.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,6 +26,8 @@ pub struct Endpoint {
     pub labels: BTreeMap<String, String>,
     /// The model server's kind.
     pub engine: Engine,
+    /// What tells one life of it from the next: the pod's uid. Empty where nothing says so.
+    pub instance: String,
 }
 
 /// The kinds of model server whose answers and metrics are known.
@@ -69,20 +75,34 @@ pub fn weight(weight: f64) -> Result<f64, String> {
 }
 
 impl Endpoint {
+    /// Makes an endpoint of weight 1 of which no more is known.
+    #[must_use]
+    pub fn new(name: impl Into<String>, address: SocketAddr) -> Self {
+        Self {
+            name: name.into(),
+            address,
+            weight: 1.0,
+            labels: BTreeMap::new(),
+            engine: Engine::Unknown,
+            instance: String::new(),
+        }
+    }
+
     /// Returns the identity of this life of the endpoint.
     #[must_use]
     pub fn id(&self) -> EndpointId {
-        EndpointId(hash::mix(
-            hash::hash(self.name.as_bytes()),
-            hash::hash(self.address.to_string().as_bytes()),
-        ))
+        let name = hash::hash(self.name.as_bytes());
+        EndpointId {
+            place: hash::mix(name, hash::hash(self.address.to_string().as_bytes())),
+            life: hash::hash(self.instance.as_bytes()),
+        }
     }
 }
 
 impl EndpointId {
-    /// Returns the identity as a hash, for breaking ties.
+    /// Returns a hash of name and address, for breaking ties: a record holds both, so that it can be decided again.
     #[must_use]
     pub fn hash(self) -> u64 {
-        self.0
+        self.place
     }
 }

@@ -197,18 +197,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::pool::{Endpoint, Engine};
+    use crate::pool::Endpoint;
 
     fn pool(names: &[u8]) -> PoolSnapshot {
         let endpoints = names
             .iter()
-            .map(|n| Endpoint {
-                name: format!("llm-{n}"),
-                address: format!("10.0.0.{n}:8000").parse().unwrap(),
-                weight: 1.0,
-                labels: Default::default(),
-                engine: Engine::Unknown,
-            })
+            .map(|n| Endpoint::new(format!("llm-{n}"), format!("10.0.0.{n}:8000").parse().unwrap()))
             .collect();
         PoolSnapshot::new(0, endpoints, 1).unwrap()
     }

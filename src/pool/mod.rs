@@ -2,6 +2,7 @@
 
 pub mod endpoint;
 pub mod estimate;
+pub mod keeper;
 pub mod load;
 pub mod outcome;
 pub mod placement;
@@ -9,6 +10,7 @@ pub mod request;
 pub mod snapshot;
 
 pub use endpoint::{Endpoint, EndpointId, Engine};
+pub use keeper::{Change, PoolKeeper, Warmup};
 pub use load::{Load, LoadLedger, MOST_TOKENS, Release, Ticket, Work};
 pub use outcome::{Ending, Outcome, Usage};
 pub use placement::{Placed, Placement};

@@ -61,6 +61,12 @@ impl Placement {
         self.answers.get(&hash::hash(response_id.as_bytes())).copied()
     }
 
+    /// Returns the keys of the remembered conversations, the latest first.
+    #[must_use]
+    pub fn conversations(&self) -> Vec<u64> {
+        self.served.iter().map(|(&conversation, _)| conversation).collect()
+    }
+
     /// Counts the remembered conversations.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -117,17 +123,10 @@ const NEARLY_ALL: f64 = 0.9;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::{Ending, Endpoint, Engine, Usage};
+    use crate::pool::{Ending, Endpoint, Usage};
 
     fn id(n: u8) -> EndpointId {
-        Endpoint {
-            name: format!("llm-{n}"),
-            address: format!("10.0.0.{n}:1").parse().unwrap(),
-            weight: 1.0,
-            labels: Default::default(),
-            engine: Engine::Unknown,
-        }
-        .id()
+        Endpoint::new(format!("llm-{n}"), format!("10.0.0.{n}:1").parse().unwrap()).id()
     }
 
     fn served(prompt: u64, cached: u64) -> Outcome {

@@ -17,7 +17,7 @@ pub struct InferenceRequest {
     pub prompt: PromptSize,
     /// The most tokens the client lets the engine generate.
     pub max_tokens: Option<u64>,
-    /// The endpoints the gateway allows (`x-gateway-destination-endpoint-subset`); `None` allows all.
+    /// The endpoints the gateway allows (`x-gateway-destination-endpoint-subset`); `None` allows all, and port 0 is any.
     pub subset: Option<Vec<SocketAddr>>,
 }
 

@@ -1,6 +1,6 @@
 //! The endpoints of the pool at one moment: immutable, replaced whole, shared by reference.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 
 use super::{Endpoint, EndpointId};
@@ -40,21 +40,9 @@ impl PoolSnapshot {
     /// # Errors
     /// Two endpoints share a name or an address.
     pub fn new(version: u64, mut endpoints: Vec<Endpoint>, points: u32) -> Result<Self, PoolError> {
+        Self::check(&endpoints)?;
         endpoints.sort_by(|a, b| a.name.cmp(&b.name));
-        if let Some(pair) = endpoints.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            return Err(PoolError::DuplicateName(pair[0].name.clone()));
-        }
-        let mut addresses = HashMap::with_capacity(endpoints.len());
-        for (slot, endpoint) in (0u32..).zip(&endpoints) {
-            if let Some(first) = addresses.insert(endpoint.address, slot) {
-                let first: &Endpoint = &endpoints[first as usize];
-                return Err(PoolError::DuplicateAddress(
-                    first.name.clone(),
-                    endpoint.name.clone(),
-                    endpoint.address,
-                ));
-            }
-        }
+        let addresses = by_address(&endpoints)?;
         let members = || {
             endpoints
                 .iter()
@@ -76,7 +64,25 @@ impl PoolSnapshot {
         })
     }
 
-    /// Counts the changes of membership since the start.
+    /// Makes a pool of no endpoints.
+    #[must_use]
+    pub fn empty(points: u32) -> Self {
+        Self { points, ..Self::default() }
+    }
+
+    /// Tells whether endpoints make a pool.
+    ///
+    /// # Errors
+    /// Two endpoints share a name or an address.
+    pub fn check(endpoints: &[Endpoint]) -> Result<(), PoolError> {
+        let mut names = HashSet::with_capacity(endpoints.len());
+        if let Some(twice) = endpoints.iter().find(|it| !names.insert(&it.name)) {
+            return Err(PoolError::DuplicateName(twice.name.clone()));
+        }
+        by_address(endpoints).map(drop)
+    }
+
+    /// Counts the changes of membership and of weights since the start.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.version
@@ -109,10 +115,28 @@ impl PoolSnapshot {
         self.slots.get(&id).copied()
     }
 
-    /// Finds the slot of an address, as a subset hint names it.
+    /// Finds the slot of an address.
     #[must_use]
     pub fn slot_at(&self, address: SocketAddr) -> Option<u32> {
         self.addresses.get(&address).copied()
+    }
+
+    /// Finds the slots that an entry of a subset hint means: port 0 is any port of its address.
+    #[must_use]
+    pub fn slots_at(&self, address: SocketAddr) -> Vec<u32> {
+        if address.port() != 0 {
+            return self.slot_at(address).into_iter().collect();
+        }
+        let slots = (0u32..).zip(&self.endpoints);
+        slots.filter(|(_, it)| it.address.ip() == address.ip()).map(|(slot, _)| slot).collect()
+    }
+
+    /// Counts the keys whose home on the ring is another endpoint in `after`, or another life of the same.
+    #[must_use]
+    pub fn homes_moved(&self, after: &Self, keys: &[u64]) -> u64 {
+        let home = |pool: &Self, key| Some(pool.ids[pool.ring.home(key)? as usize]);
+        let moved = keys.iter().filter(|&&key| home(self, key) != home(after, key)).count();
+        u64::try_from(moved).unwrap_or(u64::MAX)
     }
 
     /// Returns the ring.
@@ -147,4 +171,20 @@ impl PoolSnapshot {
     pub fn weight(&self) -> f64 {
         self.weight
     }
+}
+
+/// Finds the index of each address.
+fn by_address(endpoints: &[Endpoint]) -> Result<HashMap<SocketAddr, u32>, PoolError> {
+    let mut addresses = HashMap::with_capacity(endpoints.len());
+    for (index, endpoint) in (0u32..).zip(endpoints) {
+        if let Some(first) = addresses.insert(endpoint.address, index) {
+            let first: &Endpoint = &endpoints[first as usize];
+            return Err(PoolError::DuplicateAddress(
+                first.name.clone(),
+                endpoint.name.clone(),
+                endpoint.address,
+            ));
+        }
+    }
+    Ok(addresses)
 }

@@ -124,14 +124,8 @@ impl Scenario {
     #[must_use]
     pub fn example() -> Self {
         let endpoint = |n: u8, tokens: u64, requests: u64| {
-            let endpoint = Endpoint {
-                name: format!("llm-{n}"),
-                address: std::net::SocketAddr::from(([10, 0, 0, 10 + n], 8000)),
-                weight: 1.0,
-                labels: std::collections::BTreeMap::new(),
-                engine: crate::pool::Engine::LlamaCpp,
-            };
-            (endpoint, Load { requests, tokens })
+            let address = std::net::SocketAddr::from(([10, 0, 0, 10 + n], 8000));
+            (Endpoint::new(format!("llm-{n}"), address), Load { requests, tokens })
         };
         Self {
             endpoints: vec![endpoint(0, 2400, 4), endpoint(1, 900, 2), endpoint(2, 900, 2)],

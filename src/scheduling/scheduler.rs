@@ -126,6 +126,12 @@ impl Scheduler {
         (Arc::clone(&state.pool), slots.map(|slot| state.ledger.load(slot)).collect())
     }
 
+    /// Returns the keys of the conversations that are remembered.
+    #[must_use]
+    pub fn conversations(&self) -> Vec<u64> {
+        self.lock().placement.conversations()
+    }
+
     /// Counts the conversations that are remembered.
     #[must_use]
     pub fn remembered(&self) -> usize {
@@ -216,7 +222,7 @@ impl Scheduler {
             None => Candidates::All(all),
             Some(subset) => {
                 let mut slots: Vec<u32> =
-                    subset.iter().filter_map(|&address| state.pool.slot_at(address)).collect();
+                    subset.iter().flat_map(|&address| state.pool.slots_at(address)).collect();
                 slots.sort_unstable();
                 slots.dedup();
                 if slots.is_empty() {

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::decision::Verdict;
 use super::*;
 use crate::pool::{
-    Conversation, Ending, Endpoint, Engine, InferenceRequest, KeySource, Load, Outcome, PromptSize,
+    Conversation, Ending, Endpoint, InferenceRequest, KeySource, Load, Outcome, PromptSize,
     Release, Usage,
 };
 use crate::yaml;
@@ -18,12 +18,9 @@ use crate::yaml;
 fn endpoints(weights: &[f64]) -> Vec<Endpoint> {
     (0u16..)
         .zip(weights)
-        .map(|(n, &weight)| Endpoint {
-            name: format!("llm-{n}"),
-            address: format!("10.0.{}.{}:8000", n / 256, n % 256).parse().unwrap(),
-            weight,
-            labels: Default::default(),
-            engine: Engine::Unknown,
+        .map(|(n, &weight)| {
+            let address = format!("10.0.{}.{}:8000", n / 256, n % 256).parse().unwrap();
+            Endpoint { weight, ..Endpoint::new(format!("llm-{n}"), address) }
         })
         .collect()
 }

@@ -14,12 +14,16 @@ pub enum LogFormat {
     Human,
 }
 
+/// The client of Kubernetes writes an error for each attempt on a server that is away; we say once that it is. A
+/// filter that names these targets has them back.
+const SAID_OTHERWISE: &str = "kube_client=off,kube_runtime=off";
+
 /// Starts the log; `level` is a level or a filter such as `info,h2=debug`.
 ///
 /// # Errors
 /// The filter cannot be read, or a log was started before.
 pub fn log(format: LogFormat, level: &str) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(level)?;
+    let filter = EnvFilter::try_new(format!("{SAID_OTHERWISE},{level}"))?;
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_target(false)

@@ -1,6 +1,7 @@
 //! Prometheus metrics: every handle is made at the start; labels come from closed sets, or from the pool's own names.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
@@ -10,6 +11,7 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
+use super::source::SourceStatus;
 use crate::scheduling::{Reason, Scheduler};
 
 /// Label set of a metric with one label.
@@ -85,7 +87,7 @@ const REJECTIONS: [&str; 6] = [
 impl Metrics {
     /// Registers everything, the gauges of the scheduler's endpoints included.
     #[must_use]
-    pub fn new(scheduler: Arc<Scheduler>) -> (Arc<Self>, Registry) {
+    pub fn new(scheduler: Arc<Scheduler>, source: Arc<SourceStatus>) -> (Arc<Self>, Registry) {
         let metrics = Arc::new(Self {
             decisions: Family::default(),
             rejections: Family::default(),
@@ -186,6 +188,7 @@ impl Metrics {
         );
         registry.register("completion_tokens", "Tokens generated", m.completion_tokens.clone());
         registry.register_collector(Box::new(PoolCollector(scheduler)));
+        registry.register_collector(Box::new(SourceCollector(source)));
         (metrics, registry)
     }
 }
@@ -232,6 +235,69 @@ impl prometheus_client::collector::Collector for PoolCollector {
             MetricType::Counter,
         )?;
         ConstCounter::new(pool.version()).encode(metric)
+    }
+}
+
+/// Reads the state of what endpoints come from.
+#[derive(Debug)]
+struct SourceCollector(Arc<SourceStatus>);
+
+impl prometheus_client::collector::Collector for SourceCollector {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a silence is as long as it is when it is asked for"
+    )]
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let reading = self.0.reading(Instant::now());
+        let mut family = encoder.encode_descriptor(
+            "pods_absent",
+            "Pods of the pool that are no endpoint, by reason",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (reason, count) in &reading.absent {
+            let label = Why { reason };
+            ConstGauge::new(i64::try_from(*count).unwrap_or(i64::MAX))
+                .encode(family.encode_family(&label)?)?;
+        }
+        let mut gauge = |name: &str, help: &str, unit: Option<&Unit>, value: f64| {
+            let metric = encoder.encode_descriptor(name, help, unit, MetricType::Gauge)?;
+            ConstGauge::new(value).encode(metric)
+        };
+        gauge(
+            "pool_synced",
+            "Whether the pool and its pods are known (1) or not yet (0)",
+            None,
+            f64::from(u8::from(reading.synced)),
+        )?;
+        gauge(
+            "kubernetes_silent",
+            "Since the API server last answered, while it does not",
+            Some(&Unit::Seconds),
+            reading.unreachable_seconds,
+        )?;
+        #[expect(clippy::cast_precision_loss, reason = "endpoints are far fewer than 2^52")]
+        gauge(
+            "warming_endpoints",
+            "Endpoints below their full weight",
+            None,
+            reading.warming as f64,
+        )?;
+        let mut counter = |name: &str, help: &str, value: u64| {
+            let metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            ConstCounter::new(value).encode(metric)
+        };
+        counter("kubernetes_lists", "Lists read whole from the API server", reading.relists)?;
+        counter(
+            "kubernetes_errors",
+            "Lists and watches that failed or were refused",
+            reading.errors,
+        )?;
+        counter(
+            "homes_moved",
+            "Remembered conversations whose home on the ring has moved",
+            reading.homes_moved,
+        )
     }
 }
 

@@ -5,6 +5,7 @@ pub mod init;
 mod log;
 pub mod metrics;
 pub mod observer;
+pub mod source;
 pub mod spans;
 
 /// The messages of `proto/llmring/v1/decisions.proto`, which are also the JSON of the decision log.

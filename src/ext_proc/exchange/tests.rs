@@ -31,6 +31,7 @@ fn settings() -> ExchangeSettings {
         max_body_bytes: 200_000,
         read: ReadOptions { max_decoded_bytes: 1 << 20, use_user_field: false },
         errors: ErrorFormat::Json,
+        use_subset: true,
     }
 }
 
@@ -635,9 +636,9 @@ fn a_subset_hint_is_parsed_as_socket_addresses() {
     assert_eq!(hint(list(&[])).as_deref(), Some(""));
     assert_eq!(hint(text("")).as_deref(), Some(""));
     assert_eq!(
-        hint(list(&["10.0.0.1", "llm.local:80"])).as_deref(),
-        Some(""),
-        "what is no ip:port matches nothing"
+        hint(list(&["10.0.0.1", "[fd00::5]", "llm.local:80"])).as_deref(),
+        Some("10.0.0.1:0 [fd00::5]:0"),
+        "an address alone is any of its ports, and what is no address matches nothing"
     );
     assert_eq!(subset_hint(None), None);
     assert_eq!(subset_hint(Some(&Metadata::default())), None);

@@ -1,0 +1,244 @@
+#![allow(
+    clippy::disallowed_methods,
+    reason = "the composition root owns the threads and their clocks"
+)]
+//! The thread on which endpoints are found: reading ten thousand pods or building a large ring must not make a request
+//! wait.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use tokio::sync::{oneshot, watch};
+
+use crate::config::{AddressFamily, Config};
+use crate::discovery::kubernetes::{self, Choice};
+use crate::discovery::reconcile::{Family, Reading};
+use crate::discovery::{file, lease};
+use crate::pool::{Change, Endpoint, PoolKeeper, Warmup};
+use crate::scheduling::Scheduler;
+use crate::telemetry::metrics::Metrics;
+use crate::telemetry::source::SourceStatus;
+
+/// Where endpoints come from, ready to be followed.
+pub(super) enum Source {
+    File {
+        path: PathBuf,
+        poll: Duration,
+    },
+    Kubernetes {
+        server: Box<kube::Config>,
+        settings: kubernetes::Settings,
+        lease: Option<lease::Settings>,
+    },
+}
+
+/// What the rest of the picker knows of the source.
+pub(super) struct Following {
+    pub(super) status: Arc<SourceStatus>,
+    /// Whether this picker is the one that is to be asked.
+    pub(super) leader: watch::Receiver<bool>,
+    /// Comes when a lease that was held has been given back.
+    pub(super) released: oneshot::Receiver<()>,
+}
+
+impl Source {
+    /// Finds out where endpoints come from, and with a file reads it.
+    ///
+    /// # Errors
+    /// Nothing says where they come from, the file cannot be read, or there is no way to Kubernetes.
+    pub(super) async fn of(config: &Config, keeper: &mut PoolKeeper) -> anyhow::Result<Self> {
+        if let Some(path) = config.endpoints.file.clone() {
+            let endpoints = file::read(&path).map_err(anyhow::Error::msg)?;
+            tracing::info!(endpoints = endpoints.len(), file = %path.display(), "endpoints loaded");
+            keeper.update(endpoints, Instant::now())?;
+            let poll = Duration::from_millis(config.endpoints.poll_ms.into());
+            return Ok(Self::File { path, poll });
+        }
+        let settings = &config.kubernetes;
+        let choice = match (&settings.pool, &settings.selector) {
+            (Some(pool), _) => Choice::Pool(pool.clone()),
+            (None, Some(selector)) => {
+                Choice::Selector(selector.clone(), settings.target_ports.clone())
+            }
+            (None, None) => anyhow::bail!(
+                "no endpoints: name an InferencePool with --pool-name NAME (kubernetes.pool), pods with --endpoint-selector and --endpoint-target-ports, or a file with --endpoints FILE (endpoints.file)"
+            ),
+        };
+        let watch = Duration::from_secs(settings.watch_seconds.into());
+        let server = kubernetes::server(watch).await?;
+        let namespace =
+            settings.namespace.clone().unwrap_or_else(|| server.default_namespace.clone());
+        let lease =
+            settings.leader_election.then(|| lease_settings(config, &namespace)).transpose()?;
+        let reading = Reading {
+            family: match settings.address_family {
+                AddressFamily::Primary => Family::Primary,
+                AddressFamily::Ipv4 => Family::V4,
+                AddressFamily::Ipv6 => Family::V6,
+            },
+            weight_label: settings.weight_label.clone(),
+            role_label: settings.role_label.clone(),
+        };
+        tracing::info!(?choice, namespace, server = %server.cluster_url, "endpoints come from Kubernetes");
+        let settings = kubernetes::Settings { choice, namespace, reading, watch };
+        Ok(Self::Kubernetes { server: Box::new(server), settings, lease })
+    }
+
+    /// Follows it on a thread of its own until the process ends.
+    ///
+    /// # Errors
+    /// The thread or its client cannot be made.
+    pub(super) fn follow(
+        self,
+        mut keeper: PoolKeeper,
+        scheduler: Arc<Scheduler>,
+        metrics: Arc<Metrics>,
+        status: Arc<SourceStatus>,
+        stop: watch::Receiver<bool>,
+    ) -> anyhow::Result<Following> {
+        let elected = matches!(&self, Self::Kubernetes { lease: Some(_), .. });
+        let (leads, leader) = watch::channel(!elected);
+        let (released, was_released) = oneshot::channel();
+        let (members, mut updates) = watch::channel(None::<Vec<Endpoint>>);
+        if let Self::Kubernetes { .. } = &self {
+            status.expect("pods");
+        }
+        let following = Following { status: Arc::clone(&status), leader, released: was_released };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let run = async move {
+            let keep =
+                keep(&mut keeper, &mut updates, |change| publish(&scheduler, &status, change));
+            match self {
+                Self::File { path, poll } => {
+                    let read = file::watch(&path, poll, |read| match read {
+                        Ok(endpoints) => drop(members.send(Some(endpoints))),
+                        Err(error) => {
+                            metrics.pool_errors.inc();
+                            tracing::warn!(error, "the endpoints in use stay");
+                        }
+                    });
+                    tokio::join!(read, keep);
+                }
+                Self::Kubernetes { server, settings, lease } => {
+                    let client = match kubernetes::client(*server, &status) {
+                        Ok(client) => client,
+                        Err(error) => {
+                            tracing::error!(%error, "Kubernetes cannot be followed");
+                            return;
+                        }
+                    };
+                    if let Some(lease) = lease {
+                        let client = client.clone();
+                        tokio::spawn(async move {
+                            lease::hold(client, lease, leads, stop).await;
+                            let _ = released.send(());
+                        });
+                    }
+                    let follow =
+                        kubernetes::follow(client, settings, Arc::clone(&status), |found| {
+                            status.set_absent(found.absences());
+                            drop(members.send(Some(found.endpoints)));
+                        });
+                    tokio::join!(follow, keep);
+                }
+            }
+        };
+        std::thread::Builder::new()
+            .name("discovery".to_owned())
+            .spawn(move || runtime.block_on(run))
+            .context("no thread for discovery")?;
+        Ok(following)
+    }
+}
+
+/// How conversations and load are kept while the membership changes.
+pub(super) fn keeper(config: &Config) -> PoolKeeper {
+    let warmup = Warmup {
+        time: Duration::from_secs(config.warmup.seconds.into()),
+        steps: config.warmup.steps.get(),
+    };
+    PoolKeeper::new(config.ring.points.get(), warmup)
+}
+
+fn lease_settings(config: &Config, namespace: &str) -> anyhow::Result<lease::Settings> {
+    let settings = &config.kubernetes;
+    let name = settings.lease.clone().unwrap_or_else(|| {
+        let pool = settings.pool.as_deref().unwrap_or("llm-ring");
+        format!("epp-{namespace}-{pool}.llm-d.ai")
+    });
+    let identity = settings.identity.clone().or_else(|| {
+        let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
+        Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+    });
+    let identity = identity
+        .context("who we are in the Lease is not known: set POD_NAME, or kubernetes.identity")?;
+    let duration = Duration::from_secs(settings.lease_seconds.into());
+    Ok(lease::Settings { name, namespace: namespace.to_owned(), identity, duration })
+}
+
+/// Feeds the keeper with what the source tells, and lets its newcomers rise in time.
+async fn keep(
+    keeper: &mut PoolKeeper,
+    updates: &mut watch::Receiver<Option<Vec<Endpoint>>>,
+    mut publish: impl FnMut(Change),
+) {
+    loop {
+        let next = keeper.next_tick(Instant::now());
+        let tick = async {
+            match next {
+                Some(at) => tokio::time::sleep_until(at.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        let change = tokio::select! {
+            changed = updates.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                let endpoints = updates.borrow_and_update().clone().unwrap_or_default();
+                keeper.update(endpoints, Instant::now()).unwrap_or_else(|error| {
+                    tracing::error!(%error, "the endpoints in use stay");
+                    None
+                })
+            }
+            () = tick => keeper.tick(Instant::now()),
+        };
+        change.into_iter().for_each(&mut publish);
+    }
+}
+
+fn publish(scheduler: &Scheduler, status: &SourceStatus, change: Change) {
+    let conversations = scheduler.conversations();
+    let homes_moved = scheduler.pool().homes_moved(&change.pool, &conversations);
+    status.changed(change.warming, homes_moved);
+    let (endpoints, version) = (change.pool.endpoints().len(), change.pool.version());
+    let (warming, remembered) = (change.warming, conversations.len());
+    scheduler.adopt(change.pool);
+    if change.joined.is_empty() && change.left.is_empty() {
+        tracing::debug!(endpoints, version, warming, homes_moved, remembered, "weights changed");
+    } else {
+        let (joined, left) = (names(&change.joined), names(&change.left));
+        tracing::info!(
+            endpoints,
+            version,
+            joined,
+            left,
+            warming,
+            homes_moved,
+            remembered,
+            "endpoints changed"
+        );
+    }
+}
+
+/// Writes names, but not a thousand of them.
+fn names(names: &[String]) -> String {
+    const SHOWN: usize = 20;
+    let mut text = names[..names.len().min(SHOWN)].join(" ");
+    if names.len() > SHOWN {
+        text.push_str(&format!(" and {} more", names.len() - SHOWN));
+    }
+    text
+}
