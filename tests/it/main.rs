@@ -3,15 +3,20 @@
 #![allow(clippy::print_stderr, reason = "that is where a test run is read")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says so where it stopped")]
 
+mod chart;
+mod cluster;
 mod docs;
 mod endpoints_file;
 mod engines;
 mod grpc;
 mod harness;
+mod install;
+mod kubernetes;
 mod layering;
 mod life;
 mod modes;
 mod passage;
 mod picks;
+mod standalone;
 mod start;
 mod traces;

@@ -114,7 +114,7 @@ fn a_subset_may_be_a_list_with_blanks_and_with_entries_that_name_nothing() {
 
 #[test]
 fn a_subset_that_names_no_endpoint_of_the_pool_is_a_503() {
-    for hint in ["10.255.0.1:8000", "[fd00::1]:8000", "]:[", "127.0.0.1", ","] {
+    for hint in ["10.255.0.1:8000", "[fd00::1]:8000", "]:[", "10.255.0.1", ","] {
         check_subset(|_| hint.to_owned(), &[]);
     }
 }
