@@ -1,12 +1,16 @@
 # make demo   runs the main job: real Envoy, real llama.cpp replicas, four policies, a table
+# make kind-demo   the example of k8s/ in a kind cluster, with an engine added half way
 # make test   runs every test there is, doing its own set-up
-.PHONY: demo demo-serve test bench bench-load docs
+.PHONY: demo demo-serve kind-demo test bench bench-load docs
 
 demo:
 	python3 bench/demo/demo.py
 
 demo-serve:
 	python3 bench/demo/demo.py --serve
+
+kind-demo:
+	bash cluster/kind-demo.sh
 
 test:
 	bash tests/run.sh

@@ -4,7 +4,7 @@
 mod source;
 
 use std::net::SocketAddr;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -218,12 +218,10 @@ pub fn settings(config: &Config) -> anyhow::Result<Settings> {
     Ok(Settings {
         policy_name,
         policy,
-        admission: match config.admission.max_requests_per_endpoint {
-            0 => Admission::Open,
-            requests => Admission::Limited {
-                requests,
-                retry_after: Duration::from_secs(config.admission.retry_after_seconds.into()),
-            },
+        admission: Admission {
+            requests: NonZeroU64::new(config.admission.max_requests_per_endpoint),
+            sheddable: NonZeroU64::new(config.admission.max_sheddable_requests_per_endpoint),
+            retry_after: Duration::from_secs(config.admission.retry_after_seconds.into()),
         },
         release: config.load.release_prompt.into(),
         default_max_tokens: config.load.default_max_tokens,

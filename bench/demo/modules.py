@@ -123,6 +123,8 @@ CRDS = {
         "destinationrules.networking.istio.io",
     ),
 }
+# llm-d has taken this kind into a group of its own, the group of its pools too; the rest is as it was.
+REGROUPED = {"inferenceobjectives.llm-d.ai": "inferenceobjectives.inference.networking.x-k8s.io"}
 
 
 def find_collector():
@@ -149,7 +151,10 @@ def find_crds():
     own = os.environ.get("CRDS")
     if own and not os.path.isdir(own):
         raise Failure(f"CRDS={own} is not a folder")
-    return {"CRDS": own or str(made_once("crds", [json.dumps(CRDS)], "taking CRDs out of Go modules", take_crds))}
+    if not own:
+        recipe = [json.dumps([CRDS, REGROUPED])]
+        own = str(made_once("crds", recipe, "taking CRDs out of Go modules", take_crds))
+    return {"CRDS": own}
 
 
 def made_once(name, recipe, doing, make):
@@ -199,6 +204,9 @@ def take_crds(folder):
             if len(found) != 1:
                 raise Failure(f"{module} has {len(found)} CRDs of the name {name} in {files}")
             (folder / f"{name}.yaml").write_text(found[0])
+    for name, origin in REGROUPED.items():
+        text, group = (folder / f"{origin}.yaml").read_text(), name.partition(".")[2]
+        (folder / f"{name}.yaml").write_text(re.sub(r"inference\.networking\.(x-)?k8s\.io", group, text))
 
 
 def download(module):

@@ -109,7 +109,7 @@ fn scheduler(policy: &str, n: usize) -> Arc<Scheduler> {
     let settings = Settings {
         policy_name,
         policy,
-        admission: Admission::Open,
+        admission: Admission::default(),
         release: Release::FirstToken,
         default_max_tokens: 256,
         destinations: NonZeroUsize::MIN,

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{oneshot, watch as channel};
 
 use crate::config::{AddressFamily, Config};
 use crate::discovery::kubernetes::{self, Choice};
 use crate::discovery::reconcile::{Family, Reading};
-use crate::discovery::{file, lease};
+use crate::discovery::{file, lease, objectives, watch};
 use crate::pool::{Change, Endpoint, PoolKeeper, Warmup};
 use crate::scheduling::Scheduler;
 use crate::telemetry::metrics::Metrics;
@@ -23,22 +23,23 @@ use crate::telemetry::source::SourceStatus;
 
 /// Where endpoints come from, ready to be followed.
 pub(super) enum Source {
-    File {
-        path: PathBuf,
-        poll: Duration,
-    },
-    Kubernetes {
-        server: Box<kube::Config>,
-        settings: kubernetes::Settings,
-        lease: Option<lease::Settings>,
-    },
+    File { path: PathBuf, poll: Duration },
+    Kubernetes(Box<Kubernetes>),
+}
+
+/// A pool in Kubernetes.
+pub(super) struct Kubernetes {
+    server: kube::Config,
+    settings: kubernetes::Settings,
+    lease: Option<lease::Settings>,
+    objectives: bool,
 }
 
 /// What the rest of the picker knows of the source.
 pub(super) struct Following {
     pub(super) status: Arc<SourceStatus>,
     /// Whether this picker is the one that is to be asked.
-    pub(super) leader: watch::Receiver<bool>,
+    pub(super) leader: channel::Receiver<bool>,
     /// Comes when a lease that was held has been given back.
     pub(super) released: oneshot::Receiver<()>,
 }
@@ -66,8 +67,8 @@ impl Source {
                 "no endpoints: name an InferencePool with --pool-name NAME (kubernetes.pool), pods with --endpoint-selector and --endpoint-target-ports, or a file with --endpoints FILE (endpoints.file)"
             ),
         };
-        let watch = Duration::from_secs(settings.watch_seconds.into());
-        let server = kubernetes::server(watch).await?;
+        let time = Duration::from_secs(settings.watch_seconds.into());
+        let server = watch::server(time).await?;
         let namespace =
             settings.namespace.clone().unwrap_or_else(|| server.default_namespace.clone());
         let lease =
@@ -82,8 +83,9 @@ impl Source {
             role_label: settings.role_label.clone(),
         };
         tracing::info!(?choice, namespace, server = %server.cluster_url, "endpoints come from Kubernetes");
-        let settings = kubernetes::Settings { choice, namespace, reading, watch };
-        Ok(Self::Kubernetes { server: Box::new(server), settings, lease })
+        let objectives = settings.objectives;
+        let settings = kubernetes::Settings { choice, namespace, reading, watch: time };
+        Ok(Self::Kubernetes(Box::new(Kubernetes { server, settings, lease, objectives })))
     }
 
     /// Follows it on a thread of its own until the process ends.
@@ -96,13 +98,13 @@ impl Source {
         scheduler: Arc<Scheduler>,
         metrics: Arc<Metrics>,
         status: Arc<SourceStatus>,
-        stop: watch::Receiver<bool>,
+        stop: channel::Receiver<bool>,
     ) -> anyhow::Result<Following> {
-        let elected = matches!(&self, Self::Kubernetes { lease: Some(_), .. });
-        let (leads, leader) = watch::channel(!elected);
+        let elected = matches!(&self, Self::Kubernetes(it) if it.lease.is_some());
+        let (leads, leader) = channel::channel(!elected);
         let (released, was_released) = oneshot::channel();
-        let (members, mut updates) = watch::channel(None::<Vec<Endpoint>>);
-        if let Self::Kubernetes { .. } = &self {
+        let (members, mut updates) = channel::channel(None::<Vec<Endpoint>>);
+        if let Self::Kubernetes(_) = &self {
             status.expect("pods");
         }
         let following = Following { status: Arc::clone(&status), leader, released: was_released };
@@ -121,8 +123,9 @@ impl Source {
                     });
                     tokio::join!(read, keep);
                 }
-                Self::Kubernetes { server, settings, lease } => {
-                    let client = match kubernetes::client(*server, &status) {
+                Self::Kubernetes(kubernetes) => {
+                    let Kubernetes { server, settings, lease, objectives } = *kubernetes;
+                    let client = match watch::client(server, &status) {
                         Ok(client) => client,
                         Err(error) => {
                             tracing::error!(%error, "Kubernetes cannot be followed");
@@ -136,12 +139,22 @@ impl Source {
                             let _ = released.send(());
                         });
                     }
-                    let follow =
-                        kubernetes::follow(client, settings, Arc::clone(&status), |found| {
+                    let prioritise = async {
+                        if objectives {
+                            let set = |found| scheduler.set_objectives(found);
+                            objectives::follow(client.clone(), &settings, &status, set).await;
+                        }
+                    };
+                    let follow = kubernetes::follow(
+                        client.clone(),
+                        settings.clone(),
+                        Arc::clone(&status),
+                        |found| {
                             status.set_absent(found.absences());
                             drop(members.send(Some(found.endpoints)));
-                        });
-                    tokio::join!(follow, keep);
+                        },
+                    );
+                    tokio::join!(follow, prioritise, keep);
                 }
             }
         };
@@ -181,7 +194,7 @@ fn lease_settings(config: &Config, namespace: &str) -> anyhow::Result<lease::Set
 /// Feeds the keeper with what the source tells, and lets its newcomers rise in time.
 async fn keep(
     keeper: &mut PoolKeeper,
-    updates: &mut watch::Receiver<Option<Vec<Endpoint>>>,
+    updates: &mut channel::Receiver<Option<Vec<Endpoint>>>,
     mut publish: impl FnMut(Change),
 ) {
     loop {

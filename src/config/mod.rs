@@ -135,6 +135,8 @@ pub struct Kubernetes {
     pub weight_label: String,
     /// Label of pods with their role; `prefill`, `encode` and `encode-prefill` take no requests from clients.
     pub role_label: String,
+    /// Whether InferenceObjectives give requests their priority, where their CRD is installed.
+    pub objectives: bool,
     /// How long one watch lasts before it is asked for anew, in seconds. A silent connection is noticed 5 s after that.
     pub watch_seconds: Ranged<2, 290>,
     /// Whether one of several pickers leads, by a Lease, and the others are not ready.
@@ -227,6 +229,8 @@ pub enum ReleaseName {
 pub struct Admission {
     /// Requests in flight on an endpoint for each unit of its weight; 0 is no limit. Beyond: 429.
     pub max_requests_per_endpoint: u64,
+    /// The same for requests whose InferenceObjective has a negative priority; 0 is no limit of their own.
+    pub max_sheddable_requests_per_endpoint: u64,
     /// What a refused client is told to wait, in seconds.
     pub retry_after_seconds: Ranged<1, 86_400>,
 }
@@ -351,6 +355,7 @@ impl Default for Kubernetes {
             address_family: AddressFamily::default(),
             weight_label: "llm-ring/weight".to_owned(),
             role_label: "llm-d.ai/role".to_owned(),
+            objectives: true,
             watch_seconds: Ranged(60),
             leader_election: false,
             lease: None,
@@ -392,7 +397,11 @@ impl Default for Load {
 
 impl Default for Admission {
     fn default() -> Self {
-        Self { max_requests_per_endpoint: 0, retry_after_seconds: Ranged(1) }
+        Self {
+            max_requests_per_endpoint: 0,
+            max_sheddable_requests_per_endpoint: 0,
+            retry_after_seconds: Ranged(1),
+        }
     }
 }
 

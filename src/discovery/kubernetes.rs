@@ -1,29 +1,17 @@
-#![allow(clippy::disallowed_methods, reason = "watches own a clock, timers and tasks")]
-//! Watches an InferencePool and its pods and tells what endpoints there are: what must not be missed is in
-//! [`reconcile`](super::reconcile), and here is what can go wrong with a watch.
-//!
-//! A watch ends and is resumed, or is too old to be resumed (410), or goes silent without a byte: it is asked for anew
-//! every `watch`, and given up a few seconds after that. Whatever the server itself says no to begins with a list
-//! again, since a version that it refuses once it may refuse for ever. Lists are whole or nothing.
+#![allow(clippy::disallowed_methods, reason = "what follows a pool owns its timers")]
+//! Follows an InferencePool and its pods and tells what endpoints there are. What must not be missed is in
+//! [`reconcile`](super::reconcile), and what can go wrong with a watch in [`watch`](super::watch).
 
-use std::fmt::Debug;
-use std::hash::{BuildHasher as _, RandomState};
-use std::pin::pin;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::StreamExt as _;
-use kube::client::ClientBuilder;
-use kube::core::NamespaceResourceScope;
-use kube::runtime::watcher::{self, Event, watcher};
-use kube::{Api, Client, Resource};
-use serde::de::DeserializeOwned;
-use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
-use tower::util::MapResponseLayer;
+use kube::Client;
+use kube::runtime::watcher::{self, Event};
 
 use super::objects::{InferencePool, Pod};
 use super::reconcile::{Absence, Members, Reading, Reconciler, Rule};
+use super::watch::{Place, Watch};
 use crate::telemetry::source::SourceStatus;
 
 /// Which pods are endpoints.
@@ -48,38 +36,6 @@ pub struct Settings {
     pub watch: Duration,
 }
 
-/// Finds the API server: by the service account of the pod, or by `KUBECONFIG` or `~/.kube/config`.
-///
-/// # Errors
-/// There is neither, or it cannot be read.
-pub async fn server(watch: Duration) -> anyhow::Result<kube::Config> {
-    let mut config = kube::Config::infer().await.map_err(|error| {
-        anyhow::anyhow!(
-            "no way to Kubernetes: neither a service account of a pod nor a kubeconfig ({error})"
-        )
-    })?;
-    config.connect_timeout = Some(Duration::from_secs(5));
-    // An answer that stops in the middle is one that will not come.
-    config.read_timeout = Some(watch + Duration::from_secs(10));
-    config.reset_reader_on_write = true;
-    Ok(config)
-}
-
-/// Makes a client that tells `status` of every answer. It belongs to the runtime it is made on.
-///
-/// # Errors
-/// The certificates of the server's configuration cannot be read.
-pub fn client(server: kube::Config, status: &Arc<SourceStatus>) -> anyhow::Result<Client> {
-    let status = Arc::clone(status);
-    let heard = MapResponseLayer::new(move |response| {
-        if let Some(silent) = status.heard(Instant::now()) {
-            tracing::info!(silent_seconds = silent.as_secs(), "Kubernetes answers again");
-        }
-        response
-    });
-    Ok(ClientBuilder::try_from(server)?.with_layer(&heard).build())
-}
-
 /// Follows the pool for ever, and tells of every change of its members.
 pub async fn follow(
     client: Client,
@@ -91,13 +47,13 @@ pub async fn follow(
         reconciler: Reconciler::new(settings.reading.clone()),
         pods: None,
         pool_listed: false,
-        client,
+        place: settings.place(client, &status),
         settings,
         status,
     };
     let mut pool = following.start();
     let (mut flush_at, mut rest) = (None::<tokio::time::Instant>, Duration::ZERO);
-    let mut oddities = std::collections::BTreeSet::new();
+    let mut oddities = BTreeSet::new();
     loop {
         let flush = async {
             match flush_at {
@@ -121,8 +77,8 @@ pub async fn follow(
                 flush_at = None;
                 continue;
             }
-            event = next(&mut pool) => following.on_pool(event),
-            event = next(&mut following.pods) => following.on_pod(event),
+            event = next(pool.as_mut()) => following.on_pool(event),
+            event = next(following.pods.as_mut().map(|(_, pods)| pods)) => following.on_pod(event),
         }
         flush_at.get_or_insert_with(|| tokio::time::Instant::now() + SETTLE.max(rest));
     }
@@ -137,12 +93,21 @@ const POOLS: &str = "inferencepools";
 
 struct Following {
     reconciler: Reconciler,
-    pods: Option<Watch<Pod>>,
+    /// With the selector that they are watched by.
+    pods: Option<(String, Watch<Pod>)>,
     /// Whether the list of pools that comes in, or came in last, has the one that is followed.
     pool_listed: bool,
-    client: Client,
+    place: Place,
     settings: Settings,
     status: Arc<SourceStatus>,
+}
+
+impl Settings {
+    /// Says where to watch.
+    pub(super) fn place(&self, client: Client, status: &Arc<SourceStatus>) -> Place {
+        let (namespace, status) = (self.namespace.clone(), Arc::clone(status));
+        Place { client, namespace, time: self.watch, status }
+    }
 }
 
 impl Following {
@@ -152,7 +117,7 @@ impl Following {
             Choice::Pool(name) => {
                 self.status.expect(POOLS);
                 let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
-                Some(self.watch(POOLS, config))
+                Some(self.place.watch(POOLS, config))
             }
             Choice::Selector(selector, ports) => {
                 self.reconciler.set_rule(Some(Rule { labels: None, ports }));
@@ -162,19 +127,10 @@ impl Following {
         }
     }
 
-    fn watch<K: Watchable>(&self, resource: &'static str, config: watcher::Config) -> Watch<K> {
-        let config = watcher::Config {
-            timeout: Some(u32::try_from(self.settings.watch.as_secs()).unwrap_or(u32::MAX)),
-            ..config
-        };
-        let api = Api::namespaced(self.client.clone(), &self.settings.namespace);
-        Watch::start(resource, api, config, Arc::clone(&self.status))
-    }
-
     fn watch_pods(&mut self, selector: String) {
-        if self.pods.as_ref().is_none_or(|pods| pods.selector != selector) {
-            let pods = self.watch(PODS, watcher::Config::default().labels(&selector));
-            self.pods = Some(Watch { selector, ..pods });
+        if self.pods.as_ref().is_none_or(|(watched, _)| *watched != selector) {
+            let config = watcher::Config::default().labels(&selector);
+            self.pods = Some((selector, self.place.watch(PODS, config)));
         }
     }
 
@@ -235,197 +191,16 @@ impl Following {
 impl Members {
     /// Returns the counts by their words.
     #[must_use]
-    pub fn absences(&self) -> std::collections::BTreeMap<&'static str, u64> {
+    pub fn absences(&self) -> BTreeMap<&'static str, u64> {
         let count = |it: &Absence| (it.as_str(), self.absent.get(it).copied().unwrap_or(0));
         Absence::ALL.iter().map(count).collect()
     }
 }
 
 /// Takes the next event, or waits for ever where nothing is watched.
-async fn next<K>(watch: &mut Option<Watch<K>>) -> Event<K> {
+async fn next<K>(watch: Option<&mut Watch<K>>) -> Event<K> {
     match watch {
-        Some(watch) => watch.events.recv().await.expect("the watch's task never ends by itself"),
+        Some(watch) => watch.next().await,
         None => std::future::pending().await,
-    }
-}
-
-trait Watchable:
-    Resource<DynamicType = (), Scope = NamespaceResourceScope>
-    + Clone
-    + DeserializeOwned
-    + Debug
-    + Send
-    + 'static
-{
-}
-
-impl Watchable for Pod {}
-impl Watchable for InferencePool {}
-
-/// A watch that ends with its owner.
-struct Watch<K> {
-    selector: String,
-    events: mpsc::Receiver<Event<K>>,
-    _task: Task,
-}
-
-struct Task(AbortHandle);
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-impl<K: Watchable> Watch<K> {
-    fn start(
-        resource: &'static str,
-        api: Api<K>,
-        config: watcher::Config,
-        status: Arc<SourceStatus>,
-    ) -> Self {
-        let (sender, events) = mpsc::channel(256);
-        let task = tokio::spawn(run(resource, api, config, status, sender));
-        Self { selector: String::new(), events, _task: Task(task.abort_handle()) }
-    }
-}
-
-async fn run<K: Watchable>(
-    resource: &'static str,
-    api: Api<K>,
-    config: watcher::Config,
-    status: Arc<SourceStatus>,
-    sender: mpsc::Sender<Event<K>>,
-) {
-    let mut backoff = Backoff::default();
-    loop {
-        let mut events = pin!(watcher(api.clone(), config.clone()));
-        while let Some(event) = events.next().await {
-            let error = match event {
-                Ok(event) => {
-                    if matches!(event, Event::InitDone | Event::Apply(_) | Event::Delete(_))
-                        && status.accepted(resource)
-                    {
-                        tracing::info!(resource, "the API server takes requests again");
-                    }
-                    if sender.send(event).await.is_err() {
-                        return;
-                    }
-                    continue;
-                }
-                Err(error) => error,
-            };
-            let refusal = refusal(&error);
-            match &refusal {
-                // Too old a version is nothing that anybody could mend: the next list does.
-                Some(refused) if refused.code == 410 => {
-                    tracing::debug!(resource, "the watch is too old; listing again");
-                }
-                Some(refused) => {
-                    let text = advice(resource, refused);
-                    if status.refused(resource, &text) {
-                        tracing::warn!(resource, error = text, "the API server refuses");
-                    }
-                }
-                None => {
-                    let text = shown(&error);
-                    if status.unreachable(&text, Instant::now()) {
-                        tracing::warn!(
-                            resource,
-                            error = text,
-                            "Kubernetes does not answer; routing goes on with what is known"
-                        );
-                    }
-                }
-            }
-            tokio::time::sleep(backoff.next(Instant::now())).await;
-            if refusal.is_some() {
-                break;
-            }
-        }
-    }
-}
-
-/// What the server itself said no with.
-fn refusal(error: &watcher::Error) -> Option<&kube::core::Status> {
-    match error {
-        watcher::Error::InitialListFailed(kube::Error::Api(status))
-        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
-        | watcher::Error::WatchFailed(kube::Error::Api(status))
-        | watcher::Error::WatchError(status) => Some(status),
-        watcher::Error::InitialListFailed(_)
-        | watcher::Error::WatchStartFailed(_)
-        | watcher::Error::WatchFailed(_)
-        | watcher::Error::NoResourceVersion => None,
-    }
-}
-
-/// Says what to do about a refusal.
-fn advice(resource: &str, refused: &kube::core::Status) -> String {
-    let said = &refused.message;
-    match refused.code {
-        401 => format!("the API server does not know who we are: {said}"),
-        403 => format!("its service account needs get, list and watch on {resource}: {said}"),
-        404 => format!(
-            "the API server has no {resource}: install the CRDs of the Gateway API Inference Extension (v1), or choose pods with --endpoint-selector and --endpoint-target-ports"
-        ),
-        code => format!("{code}: {said}"),
-    }
-}
-
-/// Writes an error with its causes, each once.
-fn shown(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let said = error.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
-        }
-        cause = error.source();
-    }
-    text
-}
-
-/// How long to wait after an error: longer each time, until it has been well for a while; never in step with others.
-#[derive(Debug, Default)]
-struct Backoff {
-    errors: u32,
-    last: Option<Instant>,
-}
-
-impl Backoff {
-    const SHORTEST: Duration = Duration::from_millis(200);
-    const LONGEST: Duration = Duration::from_secs(5);
-    const WELL: Duration = Duration::from_secs(60);
-
-    fn next(&mut self, now: Instant) -> Duration {
-        if self.last.is_some_and(|last| now.saturating_duration_since(last) > Self::WELL) {
-            self.errors = 0;
-        }
-        let wait = (Self::SHORTEST * 2u32.pow(self.errors.min(8))).min(Self::LONGEST);
-        self.errors += 1;
-        self.last = Some(now + wait);
-        let chance = RandomState::new().hash_one(self.errors) >> 32;
-        wait / 2 + wait / 2 * u32::try_from(chance).unwrap_or(0) / u32::MAX
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_that_go_on_are_waited_for_longer_and_never_long() {
-        let (mut backoff, mut now) = (Backoff::default(), Instant::now());
-        let mut waited = Duration::ZERO;
-        for _ in 0..20 {
-            let wait = backoff.next(now);
-            assert!(wait >= Backoff::SHORTEST / 2 && wait <= Backoff::LONGEST);
-            now += wait;
-            waited += wait;
-        }
-        assert!(waited > Duration::from_secs(30));
-        assert!(backoff.next(now + Duration::from_secs(120)) <= Backoff::SHORTEST);
     }
 }

@@ -4,5 +4,7 @@
 pub mod file;
 pub mod kubernetes;
 pub mod lease;
+pub mod objectives;
 mod objects;
 pub mod reconcile;
+pub mod watch;

@@ -73,6 +73,51 @@ struct Port {
     number: u16,
 }
 
+/// `InferenceObjective` of `llm-d.ai/v1alpha2`.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Objective {
+    metadata: ObjectMeta,
+    spec: ObjectiveSpec,
+}
+
+/// `InferenceObjective` of its older group, `inference.networking.x-k8s.io/v1alpha2`.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(transparent)]
+pub(super) struct OldObjective(Objective);
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct ObjectiveSpec {
+    priority: i32,
+    pool_ref: PoolRef,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+struct PoolRef {
+    name: String,
+}
+
+/// What gives requests of a name a priority.
+pub(super) trait HasPriority {
+    /// Returns its name, its pool and its priority.
+    fn read(&self) -> (&str, &str, i32);
+}
+
+impl HasPriority for Objective {
+    fn read(&self) -> (&str, &str, i32) {
+        let name = self.metadata.name.as_deref().unwrap_or_default();
+        (name, &self.spec.pool_ref.name, self.spec.priority)
+    }
+}
+
+impl HasPriority for OldObjective {
+    fn read(&self) -> (&str, &str, i32) {
+        self.0.read()
+    }
+}
+
 impl Pod {
     /// Returns the part that routing needs.
     #[must_use]
@@ -138,7 +183,7 @@ impl InferencePool {
 }
 
 macro_rules! resource {
-    ($type:ty, $group:literal, $version:literal, $kind:literal, $plural:literal) => {
+    ($type:ty, $($field:tt).+, $group:literal, $version:literal, $kind:literal, $plural:literal) => {
         impl Resource for $type {
             type DynamicType = ();
             type Scope = NamespaceResourceScope;
@@ -160,18 +205,34 @@ macro_rules! resource {
             }
 
             fn meta(&self) -> &ObjectMeta {
-                &self.metadata
+                &self.$($field).+
             }
 
             fn meta_mut(&mut self) -> &mut ObjectMeta {
-                &mut self.metadata
+                &mut self.$($field).+
             }
         }
     };
 }
 
-resource!(Pod, "", "v1", "Pod", "pods");
-resource!(InferencePool, "inference.networking.k8s.io", "v1", "InferencePool", "inferencepools");
+resource!(Pod, metadata, "", "v1", "Pod", "pods");
+resource!(
+    InferencePool,
+    metadata,
+    "inference.networking.k8s.io",
+    "v1",
+    "InferencePool",
+    "inferencepools"
+);
+resource!(Objective, metadata, "llm-d.ai", "v1alpha2", "InferenceObjective", "inferenceobjectives");
+resource!(
+    OldObjective,
+    0.metadata,
+    "inference.networking.x-k8s.io",
+    "v1alpha2",
+    "InferenceObjective",
+    "inferenceobjectives"
+);
 
 #[cfg(test)]
 mod tests {

@@ -406,6 +406,11 @@ impl Exchange {
                         std::str::from_utf8(value).ok().and_then(|v| v.parse().ok());
                 }
                 "x-request-id" => head.request.id = text(value),
+                "x-llm-d-inference-objective" => head.request.objective = Some(text(value)),
+                // The older name; the newer one is the stronger.
+                "x-gateway-inference-objective" => {
+                    head.request.objective.get_or_insert_with(|| text(value));
+                }
                 "traceparent" => self.traceparent = Some(text(value)),
                 _ => {}
             }

@@ -13,6 +13,8 @@ pub struct InferenceRequest {
     pub conversation: Option<Conversation>,
     /// The model named in the body.
     pub model: Option<String>,
+    /// The InferenceObjective named in its headers, which gives it its priority.
+    pub objective: Option<String>,
     /// What the prompt is made of.
     pub prompt: PromptSize,
     /// The most tokens the client lets the engine generate.

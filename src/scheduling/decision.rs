@@ -64,6 +64,8 @@ pub struct Trace {
     pub conversation: Option<(String, KeySource)>,
     /// The model asked for.
     pub model: Option<String>,
+    /// Its objective's priority; below 0 it is shed first.
+    pub priority: i32,
     /// Tokens of the prompt, estimated or given.
     pub prompt_tokens: u64,
     /// Tokens a byte used for the estimate, and the answers it was learned from.

@@ -1,6 +1,7 @@
 //! The one place where a request is decided and booked: a pick and its booking are one step under one lock.
 
-use std::num::NonZeroUsize;
+use std::collections::HashMap;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -33,18 +34,22 @@ pub struct Settings {
     pub memory_entries: NonZeroUsize,
 }
 
-/// When requests are turned away.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Admission {
-    /// Never.
-    Open,
-    /// When no candidate has room.
-    Limited {
-        /// Requests in flight on an endpoint for each unit of its weight.
-        requests: u64,
-        /// What a refused client is told to wait.
-        retry_after: Duration,
-    },
+/// When requests are turned away: when no candidate has room. Without a limit there always is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Admission {
+    /// Requests in flight on an endpoint for each unit of its weight.
+    pub requests: Option<NonZeroU64>,
+    /// The same for requests of negative priority, which are the first to be shed.
+    pub sheddable: Option<NonZeroU64>,
+    /// What a refused client is told to wait.
+    pub retry_after: Duration,
+}
+
+impl Admission {
+    fn limit(self, priority: i32) -> Option<u64> {
+        let sheddable = self.sheddable.filter(|_| priority < 0);
+        self.requests.into_iter().chain(sheddable).min().map(NonZeroU64::get)
+    }
 }
 
 /// How much a trace holds.
@@ -69,6 +74,8 @@ struct State {
     ledger: LoadLedger,
     placement: Placement,
     estimator: TokenEstimator,
+    /// Priorities by the names of objectives.
+    objectives: HashMap<String, i32>,
     sequence: u64,
 }
 
@@ -100,8 +107,14 @@ impl Scheduler {
         let mut ledger = LoadLedger::default();
         ledger.adopt(&pool);
         let placement = Placement::new(settings.memory_entries);
-        let state =
-            State { pool, ledger, placement, estimator: TokenEstimator::default(), sequence: 0 };
+        let state = State {
+            pool,
+            ledger,
+            placement,
+            estimator: TokenEstimator::default(),
+            objectives: HashMap::new(),
+            sequence: 0,
+        };
         Self { settings, state: Mutex::new(state) }
     }
 
@@ -110,6 +123,11 @@ impl Scheduler {
         let mut state = self.lock();
         state.ledger.adopt(&pool);
         state.pool = pool;
+    }
+
+    /// Takes the priorities of objectives, by their names, as they are now.
+    pub fn set_objectives(&self, objectives: HashMap<String, i32>) {
+        self.lock().objectives = objectives;
     }
 
     /// Returns the current endpoints.
@@ -178,6 +196,7 @@ impl Scheduler {
         let mut trace = Trace {
             conversation: request.conversation.as_ref().map(|c| (c.id.clone(), c.source.clone())),
             model: request.model.clone(),
+            priority: state.priority_of(request),
             prompt_tokens: estimate.tokens,
             estimate: Some((estimate.tokens_per_byte, estimate.answers)),
             max_tokens,
@@ -231,9 +250,11 @@ impl Scheduler {
                 Candidates::Some(slots)
             }
         };
-        let Admission::Limited { requests: limit, retry_after } = self.settings.admission else {
+        let admission = self.settings.admission;
+        let Some(limit) = admission.limit(state.priority_of(request)) else {
             return Ok(candidates);
         };
+        let retry_after = admission.retry_after;
         #[expect(clippy::cast_precision_loss, reason = "requests in flight stay far below 2^52")]
         let has_room = |slot: u32| {
             (state.ledger.load(slot).requests as f64) < limit as f64 * state.pool.weight_of(slot)
@@ -252,6 +273,12 @@ impl Scheduler {
 }
 
 impl State {
+    /// Returns the priority that the request's objective gives it; 0 without one, as upstream.
+    fn priority_of(&self, request: &InferenceRequest) -> i32 {
+        let objective = request.objective.as_ref();
+        objective.and_then(|name| self.objectives.get(name)).copied().unwrap_or(0)
+    }
+
     fn key_of(&mut self, conversation: &Conversation) -> u64 {
         match conversation.source {
             KeySource::PreviousResponse => {

@@ -1,7 +1,7 @@
 //! The rules of the policies, and what holds for all of them.
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test looks for one kind")]
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn scheduler_with(
 }
 
 fn scheduler(policy: &str, n: usize) -> Arc<Scheduler> {
-    scheduler_with("", policy, &vec![1.0; n], Admission::Open)
+    scheduler_with("", policy, &vec![1.0; n], Admission::default())
 }
 
 fn request(conversation: &str, tokens: u64) -> InferenceRequest {
@@ -276,7 +276,7 @@ fn previous_response_id_leads_back_to_its_conversation() {
 fn only_endpoints_that_may_be_chosen_count() {
     // c is idle but outside the subset: the averages must not include it.
     let scheduler =
-        scheduler_with("bounded: { load: requests }", "bounded", &[1.0; 3], Admission::Open);
+        scheduler_with("bounded: { load: requests }", "bounded", &[1.0; 3], Admission::default());
     let allowed = |slots: [usize; 2]| {
         let subset = slots.map(|slot| scheduler.pool().endpoints()[slot].address).to_vec();
         InferenceRequest { subset: Some(subset), ..request("k", 1) }
@@ -314,7 +314,7 @@ fn an_empty_pool_is_refused() {
 #[test]
 fn a_full_pool_sheds_and_takes_requests_again_when_there_is_room() {
     let retry_after = Duration::from_secs(3);
-    let limited = Admission::Limited { requests: 2, retry_after };
+    let limited = Admission { requests: NonZeroU64::new(2), retry_after, ..Admission::default() };
     let scheduler = scheduler_with("", "consistent", &[1.0, 2.0], limited);
     let mut bookings: Vec<Booking> =
         (0..6).map(|_| pick(&scheduler, &request("hot", 1), 0).1).collect();
@@ -323,6 +323,31 @@ fn a_full_pool_sheds_and_takes_requests_again_when_there_is_room() {
     assert_eq!(refusal, Refusal::Saturated { limit: 2, retry_after });
     bookings.pop();
     assert!(scheduler.schedule(&request("hot", 1), 0, Detail::Normal).is_ok());
+}
+
+#[test]
+fn requests_of_negative_priority_are_shed_first() {
+    let (sheddable, retry_after) = (NonZeroU64::new(1), Duration::from_secs(1));
+    let limited = Admission { sheddable, retry_after, requests: NonZeroU64::new(2) };
+    let scheduler = scheduler_with("", "consistent", &[1.0], limited);
+    scheduler.set_objectives([("batch".to_owned(), -1), ("chat".to_owned(), 5)].into());
+    let of = |objective: &str| {
+        let objective = Some(objective.to_owned());
+        let request = InferenceRequest { objective, ..request("one", 1) };
+        scheduler.schedule(&request, 0, Detail::Normal)
+    };
+    let (decision, first) = of("batch").unwrap();
+    assert_eq!(decision.trace.priority, -1);
+    assert_eq!(of("batch").unwrap_err(), Refusal::Saturated { limit: 1, retry_after });
+    let (decision, second) = of("chat").unwrap();
+    assert_eq!(decision.trace.priority, 5);
+    drop(first);
+    assert!(of("batch").is_err(), "it is still busy with what matters more");
+    // An objective that nobody has made is of priority 0.
+    let third = of("unknown").unwrap();
+    assert_eq!(third.0.trace.priority, 0);
+    drop((second, third));
+    assert!(of("batch").is_ok());
 }
 
 #[test]
@@ -374,7 +399,7 @@ fn a_hot_key_in_a_large_quiet_pool_spills_over_its_neighbours() {
 #[test]
 fn weights_share_requests_out() {
     for policy in ["bounded", "least-loaded"] {
-        let scheduler = scheduler_with("", policy, &[1.0, 3.0], Admission::Open);
+        let scheduler = scheduler_with("", policy, &[1.0, 3.0], Admission::default());
         let bookings: Vec<Booking> =
             (0..400).map(|i| pick(&scheduler, &request(&format!("c{i}"), 10), i).1).collect();
         let heavy = scheduler.loads().1[1].requests;
@@ -393,7 +418,7 @@ fn fallbacks_follow_the_pick_clockwise() {
     let settings = Settings {
         policy_name,
         policy,
-        admission: Admission::Open,
+        admission: Admission::default(),
         release: Release::End,
         default_max_tokens: 1,
         destinations: NonZeroUsize::new(3).unwrap(),
@@ -480,7 +505,7 @@ proptest! {
         weights in prop::collection::vec(prop::sample::select(vec![0.5, 1.0, 2.0]), 1..8),
         acts in prop::collection::vec((any::<bool>(), 0u16..6, 1u64..3000), 1..80),
     ) {
-        let scheduler = scheduler_with(&format!("bounded: {{ load: {unit} }}"), "bounded", &weights, Admission::Open);
+        let scheduler = scheduler_with(&format!("bounded: {{ load: {unit} }}"), "bounded", &weights, Admission::default());
         let in_requests = unit == "requests";
         let of = |load: Load| if in_requests { load.requests } else { load.tokens };
         let mut open: Vec<Booking> = Vec::new();

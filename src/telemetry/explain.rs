@@ -58,6 +58,7 @@ fn shared(trace: &Trace) -> pb::Record {
             key: hex(trace.key),
         }),
         model: trace.model.clone().unwrap_or_default(),
+        priority: trace.priority,
         prompt_tokens: trace.prompt_tokens,
         max_tokens: trace.max_tokens,
         tokens_per_byte,

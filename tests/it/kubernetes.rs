@@ -365,6 +365,38 @@ fn a_server_that_is_gone_and_has_forgotten_is_listed_again() {
 }
 
 #[test]
+fn an_objective_gives_its_requests_their_priority() {
+    run(async {
+        let Some(cluster) = Cluster::shared().await else { return };
+        let Some((scene, stage)) = Scene::played(cluster, 1).await else { return };
+        for (name, pool, priority) in [("batch", "pool", -5), ("other", "other-pool", -5)] {
+            let objective = format!(
+                "{{ apiVersion: llm-d.ai/v1alpha2, kind: InferenceObjective, metadata: {{ name: {name} }},
+                   spec: {{ priority: {priority}, poolRef: {{ name: {pool} }} }} }}"
+            );
+            scene.namespace.apply(&objective).await.unwrap();
+        }
+        let priority = async |header: &'static str, name: &str| {
+            let call = chat("later").header(header, name);
+            assert_eq!(call.answer(stage.envoy.port).await.status, 200);
+            stage.picker.record(&call.id).await["priority"].as_i64().unwrap_or(0)
+        };
+        eventually("its priority", async || {
+            let now = priority("x-llm-d-inference-objective", "batch").await;
+            (now == -5).then_some(())
+        })
+        .await;
+        assert_eq!(priority("x-gateway-inference-objective", "batch").await, -5);
+        assert_eq!(
+            priority("x-llm-d-inference-objective", "other").await,
+            0,
+            "it is another pool's"
+        );
+        assert_eq!(priority("x-llm-d-inference-objective", "nobody").await, 0);
+    });
+}
+
+#[test]
 fn a_selector_needs_no_pool() {
     run(async {
         let Some(cluster) = Cluster::shared().await else { return };

@@ -38,7 +38,8 @@ pub(crate) struct Cluster {
     etcd_port: Port,
     _etcd_peer_port: Port,
     etcd: Process,
-    apiserver: Process,
+    /// None while it is stopped.
+    apiserver: Option<Process>,
     client: Client,
 }
 
@@ -65,7 +66,7 @@ impl Cluster {
         Kubernetes::get()?;
         let cluster = SHARED.get_or_init(Self::start).await.as_ref()?;
         cluster.etcd.watch();
-        cluster.apiserver.watch();
+        cluster.apiserver.iter().for_each(Process::watch);
         Some(cluster)
     }
 
@@ -83,7 +84,7 @@ impl Cluster {
 
         let (port, etcd_port, etcd_peer_port) = (Port::reserve(), Port::reserve(), Port::reserve());
         let etcd = start_etcd(parts, &folder, etcd_port.address, etcd_peer_port.address);
-        let apiserver = start_apiserver(parts, &folder, port.address, etcd_port.address);
+        let apiserver = Some(start_apiserver(parts, &folder, port.address, etcd_port.address));
         let client = client(&write_kubeconfig(&folder, ADMIN, port.address, "default")).await;
         let cluster = Self {
             parts,
@@ -127,15 +128,17 @@ impl Cluster {
 
     /// Kills the API server; what it knows is in etcd.
     pub(crate) async fn stop(&mut self) {
-        // On SIGTERM it would keep its port for up to a minute.
-        self.apiserver.signal("KILL");
-        self.apiserver.end().await;
+        if let Some(apiserver) = self.apiserver.take() {
+            // On SIGTERM it would keep its port for up to a minute.
+            apiserver.signal("KILL");
+            apiserver.end().await;
+        }
     }
 
     /// Starts it again where it was.
     pub(crate) async fn start_again(&mut self) {
         let (port, etcd_port) = (self.port.address, self.etcd_port.address);
-        self.apiserver = start_apiserver(self.parts, &self.folder, port, etcd_port);
+        self.apiserver = Some(start_apiserver(self.parts, &self.folder, port, etcd_port));
         self.is_ready().await;
     }
 
@@ -155,7 +158,8 @@ impl Cluster {
     async fn is_ready(&self) {
         patiently(START, "the API server to be ready", async || {
             assert!(self.etcd.ended().is_none(), "etcd ended early");
-            assert!(self.apiserver.ended().is_none(), "kube-apiserver ended early");
+            let runs = self.apiserver.as_ref().is_some_and(|it| it.ended().is_none());
+            assert!(runs, "kube-apiserver ended early");
             let request = Request::get("/readyz").body(Vec::new()).unwrap();
             let answer = self.client.request_text(request);
             let answer = tokio::time::timeout(Duration::from_secs(1), answer).await;
@@ -376,9 +380,8 @@ async fn apply_object(
     object: &Value,
     dry_run: bool,
 ) -> Result<DynamicObject, String> {
-    let text = |error: kube::Error| match error {
-        kube::Error::Api(status) => status.message,
-        error => error.to_string(),
+    let text = |error: kube::Error| {
+        if let kube::Error::Api(status) = error { status.message } else { error.to_string() }
     };
     let types = TypeMeta::deserialize(object).map_err(|error| error.to_string())?;
     let kind = GroupVersionKind::try_from(&types).map_err(|error| error.to_string())?;
