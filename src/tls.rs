@@ -5,11 +5,12 @@
 //! TLS for the ext_proc port: a self-signed certificate by default, or files that are read again when they change.
 
 use std::io::IoSlice;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
@@ -130,28 +131,68 @@ pub fn incoming(
 ) -> anyhow::Result<ReceiverStream<std::io::Result<Io>>> {
     let acceptor = certificate.map(acceptor).transpose()?;
     let (ready, incoming) = mpsc::channel(16);
+    let strangers = Arc::new(Strangers::default());
     tokio::spawn(async move {
         loop {
             let connection = tokio::select! {
                 connection = listener.accept() => connection,
                 () = ready.closed() => return,
             };
-            let Ok((stream, _)) = connection else {
+            let Ok((stream, peer)) = connection else {
                 // Out of file descriptors, for one: accepting again at once would spin.
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             };
             // Without it every small answer waits for an acknowledgement.
             drop(stream.set_nodelay(true));
-            match &acceptor {
-                None => drop(ready.send(Ok(Io::Plain(stream))).await),
-                Some(acceptor) => {
-                    tokio::spawn(shake_hands(acceptor.clone(), stream, ready.clone()));
+            let (acceptor, ready) = (acceptor.clone(), ready.clone());
+            let strangers = Arc::clone(&strangers);
+            tokio::spawn(async move {
+                let (first, stream) = first_byte(stream).await;
+                // Whatever it is, it speaks no HTTP/2 over what is spoken here; otherwise all that anybody would see
+                // is that every request fails.
+                match (first, acceptor) {
+                    (Some(TLS_HANDSHAKE), None) => strangers.warn(
+                        peer,
+                        "a client speaks TLS to this port, which is plain text: set tls.mode to `self-signed` or `files`, or have the gateway speak plain text",
+                    ),
+                    (Some(HTTP2_PREFACE), Some(_)) => strangers.warn(
+                        peer,
+                        "a client speaks plain text to this port, which speaks TLS: have the gateway speak TLS, or set tls.mode to \"off\"",
+                    ),
+                    (_, None) => drop(ready.send(Ok(Io::Plain(stream))).await),
+                    (_, Some(acceptor)) => shake_hands(acceptor, stream, ready).await,
                 }
-            }
+            });
         }
     });
     Ok(ReceiverStream::new(incoming))
+}
+
+/// What TLS begins with: the record type of a ClientHello.
+const TLS_HANDSHAKE: u8 = 0x16;
+/// What HTTP/2 begins with: `PRI * HTTP/2.0`.
+const HTTP2_PREFACE: u8 = b'P';
+
+/// Looks at the first byte without taking it; `None` if none comes.
+async fn first_byte(stream: TcpStream) -> (Option<u8>, TcpStream) {
+    let mut byte = [0];
+    let read = tokio::time::timeout(HANDSHAKE_TIMEOUT, stream.peek(&mut byte)).await;
+    (matches!(read, Ok(Ok(1))).then_some(byte[0]), stream)
+}
+
+/// Warns of clients that speak something else, at most once a minute: each of their requests is a new attempt.
+#[derive(Debug, Default)]
+struct Strangers(Mutex<Option<Instant>>);
+
+impl Strangers {
+    fn warn(&self, peer: SocketAddr, message: &str) {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.is_none_or(|last| last.elapsed() >= Duration::from_secs(60)) {
+            *last = Some(Instant::now());
+            tracing::warn!(%peer, "{message}");
+        }
+    }
 }
 
 fn acceptor(certificate: Arc<Certificate>) -> anyhow::Result<TlsAcceptor> {

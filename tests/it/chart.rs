@@ -373,7 +373,7 @@ fn the_picker_takes_every_command_line_and_configuration_that_is_rendered() {
         let (code, stdout, stderr) = output(&mut picker);
         assert_eq!(code, Some(0), "{name}: {stderr}");
         let pool = rendering.one("InferencePool", "")["metadata"]["name"].as_str().unwrap();
-        assert!(stdout.contains(&format!("pool: {pool} ")), "{name}: {stdout}");
+        assert!(stdout.contains(&format!("pool: \"{pool}\"")), "{name}: {stdout}");
     }
     // Numbers stay numbers, and words words, however large and however odd.
     let config = r#"config={"requests": {"max_body_bytes": 536870912}, "policies": {"bounded": {"epsilon": 0.5}}}"#;

@@ -146,6 +146,22 @@ fn behind_a_self_signed_certificate_both_shapes_work() {
 }
 
 #[test]
+fn a_gateway_that_speaks_something_else_is_named_in_the_log_at_its_first_try() {
+    run(async {
+        for (tls, said) in
+            [("off", "speaks TLS to this port"), ("self-signed", "speaks plain text to this port")]
+        {
+            let config = format!("tls: {{ mode: \"{tls}\" }}");
+            let fronts = [Front { tls: tls == "off", ..ORIGINAL_DST }];
+            let Some(stack) = Stack::start(&config, 1, &fronts).await else { return };
+            assert_eq!(stack.answer(&chat("hello?")).await.status, 500);
+            let heard = |line: &str| (line.contains(said) && line.contains("WARN")).then_some(());
+            stack.picker.process.line(said, heard).await;
+        }
+    });
+}
+
+#[test]
 fn own_certificates_are_used_and_read_again_when_they_change() {
     run(async {
         let folder = folder("certificates");

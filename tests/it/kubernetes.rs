@@ -4,11 +4,13 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 
 use crate::chart::{Chart, KUBE_VERSION};
 use crate::harness::client::{Answer, chat};
@@ -19,7 +21,7 @@ use crate::harness::process::output;
 use crate::harness::relay::Relay;
 use crate::harness::tools::Tools;
 use crate::harness::upstream::{Gate, Upstream};
-use crate::harness::{eventually, run, within};
+use crate::harness::{AbortOnDrop, eventually, patiently, run, within};
 
 const POOL: &str = "
 apiVersion: inference.networking.k8s.io/v1
@@ -567,4 +569,218 @@ fn the_upstream_chart_s_arguments_start_it() {
         process.signal("TERM");
         assert_eq!(process.end().await.code(), Some(0));
     });
+}
+
+/// Hands connections to whom it is told to, as a Service does; those that are open stay where they are.
+struct Service {
+    address: SocketAddr,
+    to: Arc<Mutex<u16>>,
+    _task: AbortOnDrop,
+}
+
+impl Service {
+    async fn start(to: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (address, to) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(to)));
+        let current = Arc::clone(&to);
+        let task = tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                let to = *current.lock().unwrap();
+                tokio::spawn(async move {
+                    let mut server = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
+                    drop(tokio::io::copy_bidirectional(&mut client, &mut server).await);
+                });
+            }
+        });
+        Self { address, to, _task: AbortOnDrop(task.abort_handle()) }
+    }
+}
+
+/// Sends chats one after the other until told to stop; returns how many, and what was wrong with those that failed.
+async fn keep_asking(port: u16, stop: Arc<AtomicBool>) -> (usize, Vec<String>) {
+    let (mut sent, mut failed) = (0, Vec::new());
+    while !stop.load(Ordering::Relaxed) {
+        let how = if sent % 2 == 0 { "usage prompt=50" } else { "sse events=8 pause=25" };
+        let call = chat(&format!("turn {sent}")).answered(how);
+        let answer = call.answer(port).await;
+        sent += 1;
+        if answer.status != 200 || (sent % 2 == 0 && !answer.text().ends_with("data: [DONE]\n\n")) {
+            failed.push(format!("{} {}", answer.status, answer.text()));
+        }
+    }
+    (sent, failed)
+}
+
+#[test]
+fn a_rolling_restart_of_the_picker_under_load_loses_no_request() {
+    run(async {
+        let Some(cluster) = Cluster::shared().await else { return };
+        let Some(scene) = Scene::set(cluster, 2).await else { return };
+        scene.apply_pool(scene.port).await;
+        scene.pod(0).await;
+        scene.pod(1).await;
+        let kubeconfig = scene.kubeconfig(cluster, cluster.address());
+        let config = format!("{CONFIG}drain: {{ linger_seconds: 2 }}\n");
+        let mut picker = Picker::in_kubernetes(&config, &kubeconfig).await;
+        picker.reaches("llm_ring_endpoints", "", 2.0).await;
+        let service = Service::start(picker.grpc).await;
+        let Some(tools) = Tools::get() else { return };
+        let envoy = Envoy::start(tools, ORIGINAL_DST, service.address.port(), &[]).await;
+
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut clients = JoinSet::new();
+        for _ in 0..8 {
+            clients.spawn(keep_asking(envoy.port, Arc::clone(&stop)));
+        }
+        for _ in 0..3 {
+            let next = Picker::in_kubernetes(&config, &kubeconfig).await;
+            next.reaches("llm_ring_endpoints", "", 2.0).await;
+            picker.process.signal("TERM");
+            // The Service learns of it a moment later.
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            *service.to.lock().unwrap() = next.grpc;
+            assert_eq!(picker.process.end().await.code(), Some(0));
+            picker = next;
+        }
+        stop.store(true, Ordering::Relaxed);
+        let results = within("the last answers", clients.join_all()).await;
+        let sent: usize = results.iter().map(|(sent, _)| sent).sum();
+        let failed: Vec<&String> = results.iter().flat_map(|(_, failed)| failed).collect();
+        println!("{sent} requests, {} failed", failed.len());
+        assert!(sent > 100 && failed.is_empty(), "{sent} requests; {failed:?}");
+    });
+}
+
+/// `cargo test --release --test it measured -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement, of minutes"]
+fn measured_from_ready_to_first_pick_and_from_gone_to_last() {
+    run(async {
+        let Some(cluster) = Cluster::shared().await else { return };
+        let Some((scene, stage)) = Scene::played(cluster, 2).await else { return };
+        let (mut first, mut last) = (Vec::new(), Vec::new());
+        for _ in 0..30 {
+            scene.ready(0, false).await;
+            stage.has(1).await;
+            scene.ready(0, true).await;
+            let ready = Instant::now();
+            while stage.ask().await.header("x-routed-to") != Some("engine-2") {}
+            first.push(ready.elapsed());
+            scene.ready(0, false).await;
+            let gone = Instant::now();
+            let mut latest = Duration::ZERO;
+            while gone.elapsed() < Duration::from_millis(200) {
+                let asked = gone.elapsed();
+                if stage.ask().await.header("x-routed-to") == Some("engine-2") {
+                    latest = asked;
+                }
+            }
+            last.push(latest);
+        }
+        for (what, mut times) in [("ready to first pick", first), ("not ready to last pick", last)]
+        {
+            times.sort_unstable();
+            println!("{what}: median {:?}, max {:?}", times[15], times[29]);
+        }
+    });
+}
+
+/// `cargo test --release --test it measured -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement, of minutes"]
+fn measured_memory_and_cpu_with_thousands_of_pods() {
+    const LABELS: &[(&str, &str)] = &[
+        ("app", "engine"),
+        ("app.kubernetes.io/name", "llm"),
+        ("app.kubernetes.io/instance", "llm-8b"),
+        ("pod-template-hash", "7d4b9c6f58"),
+        ("llm-d.ai/engine-type", "vllm"),
+    ];
+    run(async {
+        let Some(cluster) = Cluster::start().await else { return };
+        let Some(scene) = Scene::set(&cluster, 0).await else { return };
+        scene.apply_pool(8000).await;
+        let kubeconfig = scene.kubeconfig(&cluster, cluster.address());
+        let mut made = 0;
+        for pods in [0u32, 1_000, 10_000] {
+            while made < pods {
+                let batch = (made..pods.min(made + 50)).map(|n| {
+                    let namespace = &scene.namespace;
+                    async move {
+                        let name = format!("llm-7d4b9c6f58-{n:05}");
+                        namespace
+                            .create(&NewPod { name: &name, labels: LABELS, ..NewPod::default() })
+                            .await;
+                        let ip = format!("10.{}.{}.{}", n / 60_000, n / 250 % 240, n % 250 + 1);
+                        namespace.runs(&name, &ip, true).await;
+                    }
+                });
+                futures_util::future::join_all(batch).await;
+                made = pods.min(made + 50);
+            }
+            let began = Instant::now();
+            let picker = Picker::in_kubernetes(CONFIG, &kubeconfig).await;
+            let pid = picker.process.pid();
+            patiently(Duration::from_secs(120), "all pods", async || {
+                let metrics = picker.metrics().await;
+                (metrics.sum("llm_ring_endpoints", "") == f64::from(pods)
+                    && metrics.sum("llm_ring_pool_synced", "") == 1.0)
+                    .then_some(())
+            })
+            .await;
+            let synced = began.elapsed();
+            let (start_cpu, resident) = (cpu(pid), resident(pid));
+            tokio::time::sleep(Duration::from_secs(30)).await;
+            let idle = cpu(pid) - start_cpu;
+            println!(
+                "{pods} pods: known after {synced:.2?}, CPU until then {start_cpu:.2?}, RSS {resident} MiB (peak {} MiB), then {:.2} % of a core",
+                peak(pid),
+                idle.as_secs_f64() / 30.0 * 100.0
+            );
+            if pods > 0 {
+                // One pod after the other becomes unready and ready again, 20 changes a second.
+                let before = cpu(pid);
+                let churn = Instant::now();
+                for n in 0..200u32 {
+                    let (n, ready) = (n / 2, n % 2 == 1);
+                    let ip = format!("10.{}.{}.{}", n / 60_000, n / 250 % 240, n % 250 + 1);
+                    scene.namespace.runs(&format!("llm-7d4b9c6f58-{n:05}"), &ip, ready).await;
+                    tokio::time::sleep_until(
+                        (churn + Duration::from_millis(50) * (2 * n + u32::from(ready) + 1)).into(),
+                    )
+                    .await;
+                }
+                let share = (cpu(pid) - before).as_secs_f64() / churn.elapsed().as_secs_f64();
+                println!(
+                    "{pods} pods, 20 changes a second: {:.1} % of a core, peak RSS {} MiB",
+                    share * 100.0,
+                    peak(pid)
+                );
+            }
+        }
+    });
+}
+
+/// Processor time of a process so far.
+fn cpu(pid: u32) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<&str> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+    let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
+    Duration::from_millis(ticks * 10)
+}
+
+fn memory(pid: u32, what: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(what)).unwrap();
+    line.trim_end_matches("kB").trim().parse::<u64>().unwrap() / 1024
+}
+
+/// MiB that a process holds.
+fn resident(pid: u32) -> u64 {
+    memory(pid, "VmRSS:")
+}
+
+/// The most that it has held.
+fn peak(pid: u32) -> u64 {
+    memory(pid, "VmHWM:")
 }

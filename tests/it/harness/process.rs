@@ -88,6 +88,10 @@ impl Process {
         self.log.lines.lock().unwrap().join("\n")
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid
+    }
+
     pub(crate) fn signal(&self, signal: &str) {
         signal_group(signal, self.pid);
     }
