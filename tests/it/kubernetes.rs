@@ -15,9 +15,9 @@ use tokio::task::JoinSet;
 use crate::chart::{Chart, KUBE_VERSION};
 use crate::harness::client::{Answer, chat};
 use crate::harness::cluster::{Cluster, Namespace, NewPod};
-use crate::harness::envoy::{Envoy, ORIGINAL_DST};
-use crate::harness::picker::Picker;
-use crate::harness::process::output;
+use crate::harness::envoy::{Envoy, Front, ORIGINAL_DST};
+use crate::harness::picker::{BINARY, Picker};
+use crate::harness::process::{Process, folder, output};
 use crate::harness::relay::Relay;
 use crate::harness::tools::Tools;
 use crate::harness::upstream::{Gate, Upstream};
@@ -529,11 +529,11 @@ fn the_upstream_chart_s_arguments_start_it() {
         let Some(scene) = Scene::set(cluster, 1).await else { return };
         scene.apply_pool(scene.port).await;
         scene.pod(0).await;
-        let folder = crate::harness::process::folder("upstream");
+        let folder = folder("upstream");
         let plugins = folder.join("default-plugins.yaml");
         let text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n- type: queue-scorer\n- type: prefix-cache-scorer\n";
         std::fs::write(&plugins, text).unwrap();
-        let mut command = Command::new(crate::harness::picker::BINARY);
+        let mut command = Command::new(BINARY);
         command
             .args(["--pool-name", "pool", "--pool-namespace", &scene.namespace.name])
             .args(["--pool-group", "inference.networking.k8s.io", "--zap-encoder", "json"])
@@ -549,7 +549,7 @@ fn the_upstream_chart_s_arguments_start_it() {
             .env("KUBECONFIG", scene.kubeconfig(cluster, cluster.address()))
             .env("NAMESPACE", &scene.namespace.name)
             .env("POD_NAME", "picker-0");
-        let process = crate::harness::process::Process::start("llm-ring", &mut command);
+        let process = Process::start("llm-ring", &mut command);
         let warned = process.line("a word about plugins", |line| {
             line.contains("queue-scorer, prefix-cache-scorer").then_some(())
         });
@@ -568,6 +568,59 @@ fn the_upstream_chart_s_arguments_start_it() {
             .await;
         process.signal("TERM");
         assert_eq!(process.end().await.code(), Some(0));
+    });
+}
+
+#[test]
+fn in_the_files_of_its_image_it_is_as_good_as_in_a_pod() {
+    run(async {
+        let Some(cluster) = Cluster::shared().await else { return };
+        if output(Command::new("id").arg("-u")).1.trim() != "0" {
+            assert!(std::env::var_os("CI").is_none(), "CI skips nothing");
+            eprintln!("SKIPPED: in_the_files_of_its_image: only root may change its root");
+            return;
+        }
+        let Some(scene) = Scene::set(cluster, 2).await else { return };
+        scene.apply_pool(scene.port).await;
+        scene.pod(0).await;
+        scene.pod(1).await;
+        // What a kubelet mounts, and the variables it sets.
+        let account = folder("account");
+        std::fs::write(account.join("token"), &scene.token).unwrap();
+        std::fs::write(account.join("namespace"), &scene.namespace.name).unwrap();
+        std::fs::copy(cluster.certificate(), account.join("ca.crt")).unwrap();
+        let mut image = Command::new("bash");
+        image
+            .arg(format!("{}/tests/image.sh", crate::chart::ROOT))
+            .arg(BINARY)
+            .args(["--pool-name=pool", "--address=127.0.0.1", "--grpc-port=0"])
+            .args(["--grpc-health-port=0", "--metrics-port=0", "--drain-timeout=0s"])
+            .env("FOLDER", folder("root"))
+            .env(
+                "VOLUMES",
+                format!("{}:/var/run/secrets/kubernetes.io/serviceaccount", account.display()),
+            )
+            .env("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+            .env("KUBERNETES_SERVICE_PORT", cluster.address().port().to_string())
+            .env_remove("KUBECONFIG");
+        let picker =
+            Picker::serving(folder("picker"), Process::start("llm-ring in its image", &mut image))
+                .await;
+        let front = Front { tls: true, ..ORIGINAL_DST };
+        let Some(tools) = Tools::get() else { return };
+        let envoy = Envoy::start(tools, front, picker.grpc, &[]).await;
+        let stage = Stage { picker, envoy };
+        stage.has(2).await;
+        stage.serve(&["engine-2", "engine-3"]).await;
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", stage.picker.process.pid()))
+                .unwrap();
+        let has = |line: &str| assert!(status.contains(line), "{status}");
+        has("Uid:\t65532\t65532\t65532\t65532");
+        has("CapEff:\t0000000000000000");
+        has("NoNewPrivs:\t1");
+        stage.picker.process.signal("TERM");
+        assert_eq!(stage.picker.process.end().await.code(), Some(0));
     });
 }
 

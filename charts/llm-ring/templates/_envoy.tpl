@@ -10,6 +10,14 @@
 admin:
   address: { socket_address: { address: 127.0.0.1, port_value: 9901 } }
 
+# Clients beyond this many at once are turned away; without a number there is no limit.
+overload_manager:
+  resource_monitors:
+  - name: envoy.resource_monitors.global_downstream_max_connections
+    typed_config:
+      "@type": type.googleapis.com/envoy.extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig
+      max_active_downstream_connections: 40000
+
 static_resources:
   listeners:
   - name: inference
@@ -96,6 +104,7 @@ static_resources:
   # For the kubelet and Prometheus, who may not have the whole admin page.
   - name: status
     address: { socket_address: { address: 0.0.0.0, port_value: 8081 } }
+    ignore_global_conn_limit: true
     filter_chains:
     - filters:
       - name: envoy.filters.network.http_connection_manager

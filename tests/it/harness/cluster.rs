@@ -111,6 +111,11 @@ impl Cluster {
         self.port.address
     }
 
+    /// Its certificate, in PEM.
+    pub(crate) fn certificate(&self) -> PathBuf {
+        self.folder.join(CERTIFICATE)
+    }
+
     /// Writes a kubeconfig of one who has this token and reaches the server at this address, be it a relay's.
     pub(crate) fn kubeconfig(&self, token: &str, at: SocketAddr, namespace: &Namespace) -> PathBuf {
         write_kubeconfig(&self.folder, token, at, &namespace.name)

@@ -70,7 +70,11 @@ impl Picker {
         if !config.contains("linger_seconds:") {
             command.args(["--drain-timeout", "0s"]);
         }
-        let process = Process::start("llm-ring", command);
+        Self::serving(folder, Process::start("llm-ring", command)).await
+    }
+
+    /// Waits for the ports of one that has been started.
+    pub(crate) async fn serving(folder: PathBuf, process: Process) -> Self {
         let serving = process.line("its ports", |line| {
             let line: Value = serde_json::from_str(line).ok()?;
             (line["message"] == "serving").then_some(line)
