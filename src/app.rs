@@ -141,7 +141,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     for task in [reporting.abort_handle(), http.abort_handle(), admin.abort_handle()] {
         task.abort();
     }
-    // An error means that there was no lease to give back.
+    // Its sender is dropped when there is nothing to wait for any more.
     let _ = tokio::time::timeout(Duration::from_secs(3), released).await;
     if let Some(tracing) = tracing {
         tokio::task::spawn_blocking(move || tracing.shutdown()).await?;

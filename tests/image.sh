@@ -9,7 +9,7 @@
 #   FOLDER  where to assemble; default: a new temporary folder, which stays
 #
 # From the Dockerfile: /llm-ring, the entrypoint, the user. What stands for the base image (distroless/cc-debian12) comes
-# from this machine: the shared libraries that the binary asks for, CA certificates, the user's entry, time zones not at
+# from this machine: the libraries that the binary asks for, CA certificates, the user's entry, time zones not at
 # all. So this tests what the picker needs of its image, not the base image itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -40,7 +40,7 @@ pub(super) struct Following {
     pub(super) status: Arc<SourceStatus>,
     /// Whether this picker is the one that is to be asked.
     pub(super) leader: channel::Receiver<bool>,
-    /// Comes when a lease that was held has been given back.
+    /// Ends when a lease that was held has been given back, or at once where there is none.
     pub(super) released: oneshot::Receiver<()>,
 }
 
@@ -103,6 +103,8 @@ impl Source {
         let elected = matches!(&self, Self::Kubernetes(it) if it.lease.is_some());
         let (leads, leader) = channel::channel(!elected);
         let (released, was_released) = oneshot::channel();
+        // Without a lease there is nothing to wait for.
+        let released = elected.then_some(released);
         let (members, mut updates) = channel::channel(None::<Vec<Endpoint>>);
         if let Self::Kubernetes(_) = &self {
             status.expect("pods");
@@ -136,7 +138,7 @@ impl Source {
                         let client = client.clone();
                         tokio::spawn(async move {
                             lease::hold(client, lease, leads, stop).await;
-                            let _ = released.send(());
+                            drop(released);
                         });
                     }
                     let prioritise = async {

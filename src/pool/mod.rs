@@ -6,6 +6,8 @@ pub mod keeper;
 pub mod load;
 pub mod outcome;
 pub mod placement;
+pub mod prices;
+pub mod queue;
 pub mod request;
 pub mod snapshot;
 
@@ -14,5 +16,7 @@ pub use keeper::{Change, PoolKeeper, Warmup};
 pub use load::{Load, LoadLedger, MOST_TOKENS, Release, Ticket, Work};
 pub use outcome::{Ending, Outcome, Usage};
 pub use placement::{Placed, Placement};
+pub use prices::Prices;
+pub use queue::{Decaying, EngineQueue, Flight, Pace, Place};
 pub use request::{Conversation, InferenceRequest, KeySource, PromptSize};
 pub use snapshot::{PoolError, PoolSnapshot};

@@ -244,7 +244,7 @@ const RIGHTS: [&str; 4] = [
     "llm-d.ai/inferenceobjectives: get list watch",
 ];
 /// The right that one of several needs besides.
-const LEASE: &str = "coordination.k8s.io/leases: get create update patch";
+const LEASE: &str = "coordination.k8s.io/leases: get create update";
 
 #[test]
 fn rights_are_these_and_no_others() {

@@ -1,0 +1,308 @@
+//! What goes on at one engine, told from here: requests whose first token has not come back, in the order they were
+//! dispatched, and answers that are being written. It is never stale, for it is made of our own dispatches.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// For how long dispatched work counts in the long-run balance.
+const BALANCE: Duration = Duration::from_secs(90);
+/// An engine's pace is believed to be within this factor of the pool's.
+const PACE_BOUND: f64 = 3.0;
+
+/// A request on its way to its first token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Flight {
+    /// The conversation, by its place on the ring.
+    pub conversation: Option<u64>,
+    /// Tokens of its prompt.
+    pub prompt: f64,
+    /// Tokens that it is expected to generate.
+    pub output: f64,
+    /// Seconds to its first token once it is at the head of the queue, by the prices.
+    pub seconds: f64,
+    /// Seconds to its first token from its dispatch, by the prices.
+    pub promised: f64,
+    /// Seconds of work that it brings in all, by the prices.
+    pub work: f64,
+}
+
+/// The requests of one engine.
+#[derive(Debug, Clone, Default)]
+pub struct EngineQueue {
+    waiting: VecDeque<(u64, Flight)>,
+    backlog: f64,
+    /// When the engine began with the head of the queue.
+    head_since: Duration,
+    answers: u32,
+    contexts: f64,
+    balance: Decaying,
+    pace: Pace,
+    next: u64,
+}
+
+/// A claim on an [`EngineQueue`], from dispatch to end.
+#[derive(Debug)]
+pub struct Place {
+    id: u64,
+    flight: Flight,
+    /// When it was dispatched.
+    since: Duration,
+    /// When its first token came, and what a step was to take then, by the prices.
+    answering: Option<(Duration, f64)>,
+}
+
+/// A sum that fades.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Decaying {
+    sum: f64,
+    at: Duration,
+}
+
+impl Decaying {
+    /// Returns what is left of it.
+    #[must_use]
+    pub fn at(&self, now: Duration, time: Duration) -> f64 {
+        let age = now.saturating_sub(self.at).as_secs_f64();
+        self.sum * (-age / time.as_secs_f64()).exp()
+    }
+
+    /// Adds to it.
+    pub fn add(&mut self, amount: f64, now: Duration, time: Duration) {
+        *self = Self { sum: self.at(now, time) + amount, at: now };
+    }
+}
+
+/// How long things take, as a multiple of the prices: learned from what they took.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Pace {
+    prompt: Learned,
+    answer: Learned,
+}
+
+/// The logarithm of a factor, learned step by step.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+struct Learned {
+    log: f64,
+    samples: u32,
+}
+
+impl Learned {
+    fn learn(&mut self, ratio: f64) {
+        if ratio.is_finite() && ratio > 0.0 {
+            self.samples = self.samples.saturating_add(1);
+            // The first few count for what they are, and later ones for a twentieth.
+            let weight = (1.0 / f64::from(self.samples)).max(0.05);
+            self.log += weight * (ratio.clamp(1e-3, 1e3).ln() - self.log);
+        }
+    }
+
+    fn within(self, pool: Self) -> f64 {
+        let bound = PACE_BOUND.ln();
+        (pool.log + (self.log - pool.log).clamp(-bound, bound) * f64::from(self.samples.min(1)))
+            .exp()
+    }
+}
+
+impl Pace {
+    /// Returns how many times the price a prompt takes, kept near the pool's.
+    #[must_use]
+    pub fn prompt(&self, pool: &Self) -> f64 {
+        self.prompt.within(pool.prompt)
+    }
+
+    /// Returns how many times the price an answer's step takes, kept near the pool's.
+    #[must_use]
+    pub fn answer(&self, pool: &Self) -> f64 {
+        self.answer.within(pool.answer)
+    }
+}
+
+impl EngineQueue {
+    /// Counts the requests that wait for their first token.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Counts the answers that are being written.
+    #[must_use]
+    pub fn answers(&self) -> u32 {
+        self.answers
+    }
+
+    /// Returns the tokens that those answers look back on.
+    #[must_use]
+    pub fn contexts(&self) -> f64 {
+        self.contexts
+    }
+
+    /// Returns the seconds of prompts before one that comes now, by the prices.
+    #[must_use]
+    pub fn backlog(&self, now: Duration) -> f64 {
+        let Some((_, head)) = self.waiting.front() else {
+            return 0.0;
+        };
+        let passed = now.saturating_sub(self.head_since).as_secs_f64();
+        (self.backlog - head.seconds.min(passed)).max(0.0)
+    }
+
+    /// Returns the tokens that will be in the cache of what waits here, of a prompt of this conversation.
+    #[must_use]
+    pub fn coming(&self, conversation: u64) -> f64 {
+        let ours = self.waiting.iter().filter(|(_, it)| it.conversation == Some(conversation));
+        ours.map(|(_, it)| it.prompt).fold(0.0, f64::max)
+    }
+
+    /// Returns the tokens of all prompts that wait.
+    #[must_use]
+    pub fn prompts(&self) -> f64 {
+        self.waiting.iter().map(|(_, it)| it.prompt).sum()
+    }
+
+    /// Returns the seconds of work a second that were dispatched here lately.
+    #[must_use]
+    pub fn balance(&self, now: Duration) -> f64 {
+        self.balance.at(now, BALANCE) / BALANCE.as_secs_f64()
+    }
+
+    /// Returns how long things take here.
+    #[must_use]
+    pub fn pace(&self) -> &Pace {
+        &self.pace
+    }
+
+    /// Tells whether nothing goes on.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.answers == 0
+    }
+
+    /// Adds a request.
+    pub fn dispatch(&mut self, flight: Flight, now: Duration) -> Place {
+        if self.waiting.is_empty() {
+            self.head_since = now;
+        }
+        let id = self.next;
+        self.next += 1;
+        self.backlog += flight.seconds;
+        self.balance.add(flight.work, now, BALANCE);
+        self.waiting.push_back((id, flight));
+        Place { id, flight, since: now, answering: None }
+    }
+
+    /// Notes the first token of an answer; `step` is what a step takes now by the prices.
+    pub fn first_token(&mut self, place: &mut Place, step: f64, now: Duration, pool: &mut Pace) {
+        if place.answering.is_some() {
+            return;
+        }
+        self.leave(place.id);
+        self.head_since = now;
+        self.answers += 1;
+        self.contexts += place.flight.context();
+        place.answering = Some((now, step));
+        let took = now.saturating_sub(place.since).as_secs_f64();
+        self.pace.prompt.learn(took / place.flight.promised);
+        pool.prompt.learn(took / place.flight.promised);
+    }
+
+    /// Notes the end of a request, with the tokens that were generated if it ended well.
+    #[expect(clippy::needless_pass_by_value, reason = "a place is given up once")]
+    pub fn end(&mut self, place: Place, generated: Option<u64>, now: Duration, pool: &mut Pace) {
+        let Some((since, step)) = place.answering else {
+            self.leave(place.id);
+            return;
+        };
+        self.answers = self.answers.saturating_sub(1);
+        self.contexts = (self.contexts - place.flight.context()).max(0.0);
+        if self.answers == 0 {
+            // Sums of floats do not come back to where they were.
+            self.contexts = 0.0;
+        }
+        // Few tokens are an answer's formatting and not its pace.
+        if let Some(generated @ 8..) = generated {
+            #[expect(clippy::cast_precision_loss, reason = "answers are far shorter than 2^52")]
+            let per_token =
+                now.saturating_sub(since).as_secs_f64() / (generated.saturating_sub(1)) as f64;
+            self.pace.answer.learn(per_token / step);
+            pool.answer.learn(per_token / step);
+        }
+    }
+
+    fn leave(&mut self, id: u64) {
+        if let Some(index) = self.waiting.iter().position(|(waiting, _)| *waiting == id)
+            && let Some((_, flight)) = self.waiting.remove(index)
+        {
+            self.backlog -= flight.seconds;
+            if self.waiting.is_empty() {
+                self.backlog = 0.0;
+            }
+        }
+    }
+}
+
+impl Flight {
+    /// Returns the tokens that its answer looks back on, on average.
+    fn context(&self) -> f64 {
+        self.prompt + self.output * 0.5
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flight(seconds: f64) -> Flight {
+        Flight {
+            conversation: Some(7),
+            prompt: 100.0,
+            output: 20.0,
+            seconds,
+            promised: seconds,
+            work: seconds,
+        }
+    }
+
+    fn at(seconds: f64) -> Duration {
+        Duration::from_secs_f64(seconds)
+    }
+
+    #[test]
+    fn a_backlog_is_worked_off_from_its_head() {
+        let (mut queue, mut pool) = (EngineQueue::default(), Pace::default());
+        let mut first = queue.dispatch(flight(2.0), at(10.0));
+        let second = queue.dispatch(flight(3.0), at(10.5));
+        assert!((queue.backlog(at(11.0)) - 4.0).abs() < 1e-9);
+        // A head that takes longer than promised is as good as done, and no more than that.
+        assert!((queue.backlog(at(99.0)) - 3.0).abs() < 1e-9);
+        assert!((queue.coming(7) - 100.0).abs() < 1e-9 && queue.coming(8) == 0.0);
+        queue.first_token(&mut first, 0.1, at(12.0), &mut pool);
+        assert_eq!((queue.waiting(), queue.answers()), (1, 1));
+        assert!((queue.backlog(at(13.0)) - 2.0).abs() < 1e-9);
+        // One that ends without a word leaves nothing behind.
+        queue.end(second, None, at(13.0), &mut pool);
+        queue.end(first, Some(21), at(16.0), &mut pool);
+        assert!(queue.is_idle() && queue.backlog(at(13.0)) == 0.0 && queue.contexts() == 0.0);
+    }
+
+    #[test]
+    fn the_pace_of_an_engine_is_learned_and_kept_near_the_pool_s() {
+        let (mut slow, mut quick, mut pool) =
+            (EngineQueue::default(), EngineQueue::default(), Pace::default());
+        for round in 0..50 {
+            let now = at(f64::from(round) * 100.0);
+            for (queue, took) in [(&mut slow, 50.0), (&mut quick, 5.0)] {
+                let mut place = queue.dispatch(flight(1.0), now);
+                queue.first_token(&mut place, 0.1, now + at(took), &mut pool);
+                queue.end(place, Some(21), now + at(took + 20.0 * 0.1), &mut pool);
+            }
+        }
+        let (slow, quick) = (slow.pace().prompt(&pool), quick.pace().prompt(&pool));
+        assert!(slow / quick > 5.0 && slow / quick <= 9.01, "{slow} and {quick}");
+        let fresh = EngineQueue::default();
+        assert!(
+            (fresh.pace().prompt(&pool) / 15.8 - 1.0).abs() < 0.1,
+            "as the pool, until it is known"
+        );
+        assert!((fresh.pace().answer(&pool) - 1.0).abs() < 1e-6);
+    }
+}
