@@ -1,10 +1,13 @@
 //! Compiles `proto/` without protoc. The messages are also the JSON of the decision log, hence serde.
 
 /// Fields that are absent from JSON when they are absent from the message.
-const OPTIONAL: [&str; 22] = [
+const OPTIONAL: [&str; 26] = [
     "Record.conversation",
     "Record.placement",
     "Record.outcome",
+    "Record.mean_output",
+    "Record.hot",
+    "EndpointLoad.sight",
     "Step.endpoint",
     "Step.load",
     "Step.new_tokens",
@@ -17,6 +20,7 @@ const OPTIONAL: [&str; 22] = [
     "Step.verdict",
     "Step.cached",
     "Step.threshold",
+    "Step.seconds",
     "Outcome.status",
     "Outcome.ttft_ms",
     "Outcome.prompt_tokens",
@@ -48,6 +52,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "#[serde(skip_serializing_if = \"String::is_empty\")]",
         );
     }
+    // The same of a list.
+    build = build.field_attribute(
+        "llmring.v1.Step.terms",
+        "#[serde(skip_serializing_if = \"Vec::is_empty\")]",
+    );
     build.compile_fds(descriptors)?;
     Ok(())
 }

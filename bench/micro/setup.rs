@@ -2,12 +2,15 @@
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::time::Duration;
 
 use llm_ring::pool::{
     Conversation, Ending, Endpoint, InferenceRequest, KeySource, Outcome, PoolSnapshot, PromptSize,
     Release, Usage,
 };
-use llm_ring::scheduling::{Admission, Booking, Detail, Policies, Reason, Scheduler, Settings};
+use llm_ring::scheduling::{
+    Admission, Booking, Detail, Moment, Policies, Reason, Scheduler, Settings,
+};
 
 /// Conversations that take turns.
 pub(crate) const CONVERSATIONS: u64 = 1024;
@@ -55,7 +58,7 @@ fn request(conversation: u64, text_bytes: u64) -> InferenceRequest {
         model: Some("meta-llama/Llama-3.1-8B-Instruct".to_owned()),
         prompt: PromptSize { text_bytes, messages: 8, ..PromptSize::default() },
         max_tokens: Some(256),
-        subset: None,
+        ..InferenceRequest::default()
     }
 }
 
@@ -83,7 +86,7 @@ impl Bench {
         };
         if case == Case::Remembered {
             for request in &requests {
-                book(&scheduler, request, 0).1.finish(&served());
+                book(&scheduler, request, 0).1.finish(&served(), Duration::ZERO);
             }
         }
         Self { scheduler, requests, at: 0, _held: held }
@@ -99,8 +102,9 @@ impl Bench {
 }
 
 fn book(scheduler: &Arc<Scheduler>, request: &InferenceRequest, seed: u64) -> (Reason, Booking) {
-    let (decision, booking) =
-        scheduler.schedule(request, seed, Detail::Normal).expect("there are endpoints");
+    let (decision, booking) = scheduler
+        .schedule(request, Moment { seed, ..Moment::default() }, Detail::Normal)
+        .expect("there are endpoints");
     (decision.reason, booking)
 }
 

@@ -12,7 +12,7 @@ use super::{Output, print};
 use crate::config::{self, Config, Points};
 use crate::ext_proc::request::{End, RequestReader};
 use crate::pool::estimate::TokenEstimator;
-use crate::pool::{Conversation, Endpoint, KeySource, Load, PoolSnapshot, endpoint};
+use crate::pool::{Conversation, Endpoint, KeySource, Load, PoolSnapshot, Sight, endpoint};
 use crate::scheduling::{POLICIES, Scenario};
 use crate::telemetry::{explain, pb};
 use crate::{app, discovery, yaml};
@@ -217,7 +217,28 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
         sequence: record.sequence,
         seed: hash(&record.seed).context("seed")?.unwrap_or(0),
         destinations: NonZeroUsize::new(record.destinations.len()).unwrap_or(NonZeroUsize::MIN),
+        sights: record.loads.iter().filter_map(sight).collect(),
+        mean_output: record.mean_output.unwrap_or(100.0),
+        hot: record.hot.unwrap_or(0.0),
     })
+}
+
+/// Reads what was seen of an endpoint's engine.
+fn sight(load: &pb::EndpointLoad) -> Option<(String, Sight)> {
+    let seen = load.sight.as_ref()?;
+    let sight = Sight {
+        backlog: seen.backlog,
+        waiting: seen.waiting,
+        answers: seen.answers,
+        contexts: seen.contexts,
+        balance: seen.balance,
+        prompt_pace: seen.prompt_pace,
+        answer_pace: seen.answer_pace,
+        cached: seen.cached,
+        memory: seen.memory,
+        stuck: seen.stuck,
+    };
+    Some((load.name.clone(), sight))
 }
 
 /// Reads 16 hex digits, or nothing.
@@ -264,5 +285,8 @@ fn body_scenario(
         sequence: 0,
         seed: 0,
         destinations: config.answers.destinations,
+        sights: Vec::new(),
+        mean_output: 100.0,
+        hot: 0.0,
     })
 }

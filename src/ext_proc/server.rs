@@ -25,7 +25,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
 use crate::index::hash;
-use crate::scheduling::{Booking, Decision, Detail, Scheduler};
+use crate::scheduling::{Booking, Decision, Detail, Moment, Scheduler};
 use crate::telemetry::metrics::Why;
 use crate::telemetry::observer::{Observation, Observer};
 
@@ -55,6 +55,8 @@ struct Shared {
     explain_headers: bool,
     detail: Detail,
     seeds: Seeds,
+    /// When the picker began: the core counts time from there.
+    epoch: Instant,
 }
 
 /// What a picker is made of.
@@ -105,6 +107,7 @@ impl Picker {
             explain_headers,
             detail,
             seeds,
+            epoch: Instant::now(),
         }))
     }
 
@@ -200,7 +203,7 @@ impl Pump {
             }
             Effect::FirstToken => {
                 if let Some(booking) = &mut self.booking {
-                    booking.first_token();
+                    booking.first_token(self.shared.epoch.elapsed());
                 }
                 if let Some(observation) = &mut self.observation {
                     self.shared.observer.first_token(observation, Instant::now());
@@ -231,7 +234,12 @@ impl Pump {
             shared.observer.metrics.unread_bodies.get_or_create(&Why { reason: body }).inc();
         }
         let begun = Instant::now();
-        match shared.scheduler.schedule(&request, shared.seeds.draw(), shared.detail) {
+        let moment = Moment {
+            now: begun.saturating_duration_since(shared.epoch),
+            seed: shared.seeds.draw(),
+            ..Moment::default()
+        };
+        match shared.scheduler.schedule(&request, moment, shared.detail) {
             Ok((decision, booking)) => {
                 let took = begun.elapsed();
                 self.booking = Some(booking);
@@ -257,7 +265,7 @@ impl Pump {
 
     fn finish(&mut self, outcome: &crate::pool::Outcome) {
         if let Some(booking) = self.booking.take() {
-            booking.finish(outcome);
+            booking.finish(outcome, self.shared.epoch.elapsed());
         }
         if let Some(observation) = self.observation.take() {
             self.shared.observer.ended(observation, outcome, Instant::now());

@@ -4,8 +4,9 @@
 //! flight on it, so that an endpoint that flaps keeps its load and a release never hits another's counter.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
-use super::{EndpointId, PoolSnapshot};
+use super::{EndpointId, EngineQueue, Flight, Pace, Place, PoolSnapshot, Prices, Sight};
 
 /// What is booked on one endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -40,6 +41,7 @@ pub enum Release {
 pub struct Ticket {
     counter: u32,
     work: Work,
+    place: Place,
 }
 
 /// More tokens than any context window, and few enough that sums over any number of requests stay exact. What a
@@ -56,12 +58,16 @@ pub struct LoadLedger {
     /// The members' loads once more, in slot order: policies scan them for every pick.
     loads: Vec<Load>,
     total: Load,
+    prices: Prices,
+    /// How long things take in the pool as a whole.
+    pace: Pace,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Counter {
     id: EndpointId,
     load: Load,
+    queue: EngineQueue,
     /// The endpoint's slot in the adopted snapshot, if it is a member.
     slot: Option<u32>,
 }
@@ -109,12 +115,53 @@ impl LoadLedger {
     }
 
     /// Books one request with its work on the endpoint in `slot`.
-    pub fn book(&mut self, slot: u32, work: Work) -> Ticket {
+    pub fn book(&mut self, slot: u32, work: Work, flight: Flight, now: Duration) -> Ticket {
         let work =
             Work { prefill: work.prefill.min(MOST_TOKENS), decode: work.decode.min(MOST_TOKENS) };
         let counter = self.by_slot[slot as usize];
         self.add(counter, Load { requests: 1, tokens: work.tokens() });
-        Ticket { counter, work }
+        let place = self.counters[counter as usize].queue.dispatch(flight, now);
+        Ticket { counter, work, place }
+    }
+
+    /// Returns what work costs.
+    #[must_use]
+    pub fn prices(&self) -> &Prices {
+        &self.prices
+    }
+
+    /// Returns what is seen of the endpoint in `slot`, but for what its cache and its memory hold.
+    #[must_use]
+    pub fn sight(&self, slot: u32, now: Duration) -> Sight {
+        let queue = self.queue(slot);
+        let prompt_pace = queue.pace().prompt(&self.pace);
+        #[expect(clippy::cast_precision_loss, reason = "requests stay far below 2^52")]
+        Sight {
+            backlog: queue.backlog(now, prompt_pace),
+            waiting: queue.waiting() as f64,
+            answers: f64::from(queue.answers()),
+            contexts: queue.contexts(),
+            balance: queue.balance(now),
+            prompt_pace,
+            answer_pace: queue.pace().answer(&self.pace),
+            cached: 0.0,
+            memory: (queue.contexts() + queue.prompts()) / self.prices.capacity,
+            stuck: 0.0,
+        }
+    }
+
+    /// Returns the queue of the endpoint in `slot`.
+    #[must_use]
+    pub fn queue(&self, slot: u32) -> &EngineQueue {
+        &self.counters[self.by_slot[slot as usize] as usize].queue
+    }
+
+    /// Notes the first token of an answer. A second call does nothing.
+    pub fn first_token(&mut self, ticket: &mut Ticket, now: Duration) {
+        let queue = &mut self.counters[ticket.counter as usize].queue;
+        let answers = f64::from(queue.answers() + 1);
+        let step = self.prices.step(answers, queue.contexts());
+        queue.first_token(&mut ticket.place, step, now, &mut self.pace);
     }
 
     /// Releases the prompt's tokens, at the first token of the answer. A second call does nothing.
@@ -123,13 +170,12 @@ impl LoadLedger {
         ticket.work.prefill = 0;
     }
 
-    /// Releases all that the ticket still holds.
-    #[expect(
-        clippy::needless_pass_by_value,
-        reason = "a ticket is spent: taking it makes a second release impossible"
-    )]
-    pub fn release(&mut self, ticket: Ticket) {
+    /// Releases all that the ticket still holds; `ended` is when and after how many tokens, if it ended well.
+    pub fn release(&mut self, ticket: Ticket, ended: Option<(Duration, u64)>) {
         self.subtract(ticket.counter, Load { requests: 1, tokens: ticket.work.tokens() });
+        let queue = &mut self.counters[ticket.counter as usize].queue;
+        let (now, generated) = ended.unzip();
+        queue.end(ticket.place, generated, now.unwrap_or_default(), &mut self.pace);
         self.retire_if_idle(ticket.counter);
     }
 
@@ -144,7 +190,8 @@ impl LoadLedger {
         if let Some(&counter) = self.by_id.get(&id) {
             return counter;
         }
-        let fresh = Counter { id, load: Load::default(), slot: None };
+        let queue = EngineQueue::default();
+        let fresh = Counter { id, load: Load::default(), queue, slot: None };
         let counter = if let Some(counter) = self.free.pop() {
             self.counters[counter as usize] = fresh;
             counter
@@ -180,7 +227,7 @@ impl LoadLedger {
     }
 
     fn retire_if_idle(&mut self, counter: u32) {
-        let entry = self.counters[counter as usize];
+        let entry = &self.counters[counter as usize];
         // The map says whether this counter was retired before: a slot can leave twice in one adoption.
         if entry.slot.is_none()
             && entry.load == Load::default()
@@ -207,19 +254,31 @@ mod tests {
         PoolSnapshot::new(0, endpoints, 1).unwrap()
     }
 
+    fn book(ledger: &mut LoadLedger, slot: u32, prefill: u64, decode: u64) -> Ticket {
+        let flight = Flight {
+            conversation: None,
+            prompt: 1.0,
+            output: 1.0,
+            seconds: 1.0,
+            promised: 1.0,
+            work: 1.0,
+        };
+        ledger.book(slot, Work { prefill, decode }, flight, Duration::ZERO)
+    }
+
     #[test]
     fn an_endpoint_that_flaps_keeps_its_load_and_ends_at_zero() {
         let (both, one) = (pool(&[1, 2]), pool(&[2]));
         let mut ledger = LoadLedger::default();
         ledger.adopt(&both);
-        let first = ledger.book(0, Work { prefill: 10, decode: 5 });
+        let first = book(&mut ledger, 0, 10, 5);
         ledger.adopt(&one);
         assert_eq!(ledger.total(), Load::default());
         ledger.adopt(&both);
         assert_eq!(ledger.load(0), Load { requests: 1, tokens: 15 });
-        let second = ledger.book(0, Work { prefill: 1, decode: 1 });
-        ledger.release(first);
-        ledger.release(second);
+        let second = book(&mut ledger, 0, 1, 1);
+        ledger.release(first, None);
+        ledger.release(second, None);
         assert_eq!(ledger.load(0), Load::default());
     }
 
@@ -254,17 +313,24 @@ mod tests {
                     Act::Adopt(names) => { ledger.adopt(&pool(&names)); members = names; }
                     Act::Book(slot, prefill, decode) => {
                         let slot = u32::from(slot) % u32::try_from(members.len()).unwrap();
-                        open.push(ledger.book(slot, Work { prefill, decode }));
+                        open.push(book(&mut ledger, slot, prefill, decode));
                     }
-                    Act::First(i) if !open.is_empty() => { let i = i % open.len(); ledger.prefilled(&mut open[i]); }
-                    Act::End(i) if !open.is_empty() => { let i = i % open.len(); ledger.release(open.swap_remove(i)); }
+                    Act::First(i) if !open.is_empty() => {
+                        let i = i % open.len();
+                        ledger.prefilled(&mut open[i]);
+                        ledger.first_token(&mut open[i], Duration::ZERO);
+                    }
+                    Act::End(i) if !open.is_empty() => { let i = i % open.len(); ledger.release(open.swap_remove(i), None); }
                     Act::First(_) | Act::End(_) => {}
                 }
                 let sum = (0..u32::try_from(members.len()).unwrap()).map(|slot| ledger.load(slot))
                     .fold(Load::default(), |a, b| Load { requests: a.requests + b.requests, tokens: a.tokens + b.tokens });
                 prop_assert_eq!(sum, ledger.total());
             }
-            for ticket in open { ledger.release(ticket); }
+            for ticket in open { ledger.release(ticket, None); }
+            for slot in 0..u32::try_from(members.len()).unwrap() {
+                prop_assert!(ledger.queue(slot).is_idle());
+            }
             prop_assert_eq!(ledger.total(), Load::default());
             ledger.adopt(&pool(&[]));
             prop_assert!(ledger.by_id.is_empty(), "idle counters of endpoints that left are freed");

@@ -40,6 +40,31 @@ pub struct EngineQueue {
     next: u64,
 }
 
+/// What is seen of an engine by who has to choose: all that a cost is made of, and what a record of it holds.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Sight {
+    /// Seconds until it would begin with a request that comes now.
+    pub backlog: f64,
+    /// Requests that wait for their first token.
+    pub waiting: f64,
+    /// Answers that are being written.
+    pub answers: f64,
+    /// Tokens that they look back on.
+    pub contexts: f64,
+    /// Seconds of work a second that were dispatched to it lately.
+    pub balance: f64,
+    /// How many times the price a prompt takes there.
+    pub prompt_pace: f64,
+    /// How many times the price an answer's step takes there.
+    pub answer_pace: f64,
+    /// Tokens of the prompt that are, or will be, in its cache.
+    pub cached: f64,
+    /// Share of its KV memory in use.
+    pub memory: f64,
+    /// Requests that wait for memory, as the engine says.
+    pub stuck: f64,
+}
+
 /// A claim on an [`EngineQueue`], from dispatch to end.
 #[derive(Debug)]
 pub struct Place {
@@ -136,14 +161,14 @@ impl EngineQueue {
         self.contexts
     }
 
-    /// Returns the seconds of prompts before one that comes now, by the prices.
+    /// Returns the seconds of prompts before one that comes now, at `pace` times the prices.
     #[must_use]
-    pub fn backlog(&self, now: Duration) -> f64 {
+    pub fn backlog(&self, now: Duration, pace: f64) -> f64 {
         let Some((_, head)) = self.waiting.front() else {
             return 0.0;
         };
         let passed = now.saturating_sub(self.head_since).as_secs_f64();
-        (self.backlog - head.seconds.min(passed)).max(0.0)
+        (self.backlog * pace - (head.seconds * pace).min(passed)).max(0.0)
     }
 
     /// Returns the tokens that will be in the cache of what waits here, of a prompt of this conversation.
@@ -271,17 +296,17 @@ mod tests {
         let (mut queue, mut pool) = (EngineQueue::default(), Pace::default());
         let mut first = queue.dispatch(flight(2.0), at(10.0));
         let second = queue.dispatch(flight(3.0), at(10.5));
-        assert!((queue.backlog(at(11.0)) - 4.0).abs() < 1e-9);
+        assert!((queue.backlog(at(11.0), 1.0) - 4.0).abs() < 1e-9);
         // A head that takes longer than promised is as good as done, and no more than that.
-        assert!((queue.backlog(at(99.0)) - 3.0).abs() < 1e-9);
+        assert!((queue.backlog(at(99.0), 1.0) - 3.0).abs() < 1e-9);
         assert!((queue.coming(7) - 100.0).abs() < 1e-9 && queue.coming(8) == 0.0);
         queue.first_token(&mut first, 0.1, at(12.0), &mut pool);
         assert_eq!((queue.waiting(), queue.answers()), (1, 1));
-        assert!((queue.backlog(at(13.0)) - 2.0).abs() < 1e-9);
+        assert!((queue.backlog(at(13.0), 1.0) - 2.0).abs() < 1e-9);
         // One that ends without a word leaves nothing behind.
         queue.end(second, None, at(13.0), &mut pool);
         queue.end(first, Some(21), at(16.0), &mut pool);
-        assert!(queue.is_idle() && queue.backlog(at(13.0)) == 0.0 && queue.contexts() == 0.0);
+        assert!(queue.is_idle() && queue.backlog(at(13.0), 1.0) == 0.0 && queue.contexts() == 0.0);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::pool::{KeySource, Load, PoolSnapshot};
+use crate::pool::{KeySource, Load, PoolSnapshot, Sight};
 
 /// Where a request goes, and why.
 #[derive(Debug, Clone)]
@@ -41,6 +41,8 @@ pub enum Reason {
     LeastLoaded,
     /// The request belongs to no conversation, so the least loaded.
     NoConversation,
+    /// Where the request costs least, which is the policy.
+    LowestCost,
     /// The next in turn.
     Turn,
     /// Drawn by chance.
@@ -86,6 +88,12 @@ pub struct Trace {
     pub placed: Option<(u32, u64)>,
     /// Load of each candidate before this request, in slot order; empty in a large pool unless asked for.
     pub loads: Vec<(u32, Load)>,
+    /// What the policy saw of the candidates' engines, where it looks at them and `loads` are there too.
+    pub sights: Vec<(u32, Sight)>,
+    /// Tokens that answers lately had, on average, where the policy looks at it.
+    pub mean_output: f64,
+    /// Requests of lately that begin as this one does, where the policy looks at it.
+    pub hot: f64,
     /// What the policy did.
     pub steps: Vec<Step>,
 }
@@ -196,6 +204,15 @@ pub enum Step {
         /// The unit.
         unit: Unit,
     },
+    /// What the request costs on an endpoint.
+    Costs {
+        /// The endpoint.
+        endpoint: u32,
+        /// Tokens of its prompt that are cached there.
+        cached: u64,
+        /// The parts.
+        terms: Terms,
+    },
     /// The first candidate on the ring.
     Ring {
         /// The endpoint.
@@ -215,6 +232,44 @@ pub enum Step {
         /// The endpoint at the remainder.
         endpoint: u32,
     },
+}
+
+/// The parts of a cost, in seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Terms {
+    /// Until the engine begins with it.
+    pub queue: f64,
+    /// From there to its first token.
+    pub prompt: f64,
+    /// What its uncached work takes from others.
+    pub others: f64,
+    /// What its answer costs and takes from others.
+    pub answer: f64,
+    /// What would come of giving one endpoint more than its part in the long run.
+    pub balance: f64,
+    /// Until there is memory and a place for it.
+    pub admission: f64,
+}
+
+impl Terms {
+    /// Adds them up.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.named().iter().map(|(_, seconds)| seconds).sum()
+    }
+
+    /// Returns them with their names.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, f64); 6] {
+        [
+            ("queue", self.queue),
+            ("prompt", self.prompt),
+            ("others", self.others),
+            ("answer", self.answer),
+            ("balance", self.balance),
+            ("admission", self.admission),
+        ]
+    }
 }
 
 /// Outcome of a test against a cap.
@@ -252,7 +307,7 @@ pub enum Refusal {
 
 impl Reason {
     /// Every reason.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Home,
         Self::HomeLong,
         Self::Sticky,
@@ -261,6 +316,7 @@ impl Reason {
         Self::FallbackLeastLoaded,
         Self::LeastLoaded,
         Self::NoConversation,
+        Self::LowestCost,
         Self::Turn,
         Self::Random,
     ];
@@ -277,6 +333,7 @@ impl Reason {
             Self::FallbackLeastLoaded => "fallback-least-loaded",
             Self::LeastLoaded => "least-loaded",
             Self::NoConversation => "no-conversation",
+            Self::LowestCost => "lowest-cost",
             Self::Turn => "turn",
             Self::Random => "random",
         }

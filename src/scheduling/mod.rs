@@ -8,9 +8,11 @@ pub mod scheduler;
 #[cfg(test)]
 mod tests;
 
-use crate::pool::{LoadLedger, Placed, PoolSnapshot};
+use std::time::Duration;
 
-pub use decision::{Decision, Reason, Refusal, Step, Trace, Unit};
+use crate::pool::{LoadLedger, Placed, PoolSnapshot, Sight};
+
+pub use decision::{Decision, Reason, Refusal, Step, Terms, Trace, Unit};
 pub use registry::{POLICIES, Policies};
 pub use scenario::Scenario;
 pub use scheduler::{Admission, Booking, Detail, Scheduler, Settings};
@@ -38,8 +40,54 @@ pub struct Cx<'a> {
     pub sequence: u64,
     /// A value drawn for this decision: the only chance there is.
     pub seed: u64,
+    /// What is seen of the engines.
+    pub sights: Sights<'a>,
+    /// Tokens that answers have lately had, on average.
+    pub mean_output: f64,
+    /// Requests of lately that begin as this one does, fading within seconds.
+    pub hot: f64,
     /// How much to write into the trace.
     pub detail: Detail,
+}
+
+/// What is seen of the engines, by slot.
+#[derive(Debug, Clone, Copy)]
+pub enum Sights<'a> {
+    /// As it is now, with what better evidence than our own there is.
+    Now {
+        /// Since the picker's start.
+        time: Duration,
+        /// The conversation's place on the ring, if the request belongs to one.
+        conversation: Option<u64>,
+        /// What the engines say.
+        evidence: Evidence<'a>,
+    },
+    /// As it was recorded.
+    Recorded(&'a [Sight]),
+}
+
+/// What engines say of themselves, by slot of the current pool; empty where they say nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Evidence<'a> {
+    /// Tokens of the prompt in the cache.
+    pub cached: &'a [u64],
+    /// Share of the KV memory in use.
+    pub memory: &'a [f64],
+    /// Requests that wait there.
+    pub waiting: &'a [u64],
+}
+
+/// When and with which chance a decision is made, and on what evidence.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Moment<'a> {
+    /// Since the picker's start.
+    pub now: Duration,
+    /// The only chance in the decision.
+    pub seed: u64,
+    /// What engines say of themselves.
+    pub evidence: Evidence<'a>,
+    /// What begins as this prompt does: requests with the same value share a prefix.
+    pub prefix: Option<u64>,
 }
 
 /// The endpoints that may be chosen, as slots of the snapshot.
@@ -133,6 +181,31 @@ impl Candidates {
 }
 
 impl Cx<'_> {
+    /// Returns what is seen of the engine in `slot`.
+    #[must_use]
+    pub fn sight(&self, slot: u32) -> Sight {
+        let at = slot as usize;
+        let (time, conversation, evidence) = match self.sights {
+            Sights::Recorded(sights) => return sights.get(at).copied().unwrap_or_default(),
+            Sights::Now { time, conversation, evidence } => (time, conversation, evidence),
+        };
+        let mut sight = self.ledger.sight(slot, time);
+        #[expect(clippy::cast_precision_loss, reason = "tokens and requests stay far below 2^52")]
+        {
+            let placed = self.placed.filter(|(placed, _)| *placed == slot);
+            let remembered = placed.map_or(0, |(_, placed)| placed.cached()) as f64;
+            let cached = evidence.cached.get(at).map_or(remembered, |&tokens| tokens as f64);
+            // What waits there is computed before this request is.
+            let coming = conversation.map_or(0.0, |it| self.ledger.queue(slot).coming(it));
+            sight.cached = cached.max(coming).min(self.prompt_tokens as f64);
+            sight.stuck = evidence.waiting.get(at).map_or(0.0, |&requests| requests as f64);
+        }
+        if let Some(&memory) = evidence.memory.get(at) {
+            sight.memory = memory;
+        }
+        sight
+    }
+
     /// Returns the load of an endpoint in `unit`.
     #[must_use]
     pub fn load(&self, slot: u32, unit: Unit) -> u64 {
@@ -194,6 +267,13 @@ impl Cx<'_> {
         as_light
             .min_by_key(|&slot| tie(slot))
             .expect("a policy is called with at least one candidate")
+    }
+
+    /// Returns the tokens that the answer is expected to have.
+    #[must_use]
+    pub fn output(&self) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "it is clamped far below 2^52")]
+        self.mean_output.min(self.max_tokens as f64)
     }
 
     /// Breaks ties by chance, but never by position: the seed mixed with the endpoint's own hash.

@@ -43,4 +43,5 @@ policies! {
     "rendezvous" rendezvous: super::policy::rendezvous::Rendezvous, "highest-random-weight hash: exact weights, and the lightest of the best `choices`";
     "bounded" bounded: super::policy::bounded::Bounded, "consistent hashing with bounded loads: home, unless it carries more than (1 + epsilon) times the average";
     "llm-aware" llm_aware: super::policy::llm_aware::LlmAware, "bounded loads in tokens of actual work, with placement memory and patience for long cached conversations";
+    "marginal-cost" marginal_cost: super::policy::marginal_cost::MarginalCost, "where the request costs least, in seconds: its own wait, and what its work takes from everybody else";
 }

@@ -6,8 +6,10 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use super::{Candidates, Cx, Decision, Detail, Policy, Trace, scheduler};
-use crate::pool::{Conversation, Endpoint, Load, LoadLedger, Placed, PoolError, PoolSnapshot};
+use super::{Candidates, Cx, Decision, Detail, Policy, Sights, Trace, scheduler};
+use crate::pool::{
+    Conversation, Endpoint, Load, LoadLedger, Placed, PoolError, PoolSnapshot, Sight,
+};
 
 /// What a decision depends on.
 #[derive(Debug, Clone)]
@@ -30,6 +32,12 @@ pub struct Scenario {
     pub seed: u64,
     /// Endpoints that the decision names.
     pub destinations: NonZeroUsize,
+    /// What was seen of the engines, by the names of their endpoints.
+    pub sights: Vec<(String, Sight)>,
+    /// Tokens that answers lately had, on average.
+    pub mean_output: f64,
+    /// Requests of lately that begin as this one does.
+    pub hot: f64,
 }
 
 /// Why a scenario cannot be decided.
@@ -86,6 +94,15 @@ impl Scenario {
                 },
             ))
         });
+        let mut sights: Vec<Sight> = (0u32..)
+            .zip(pool.endpoints())
+            .map(|(slot, _)| ledger.sight(slot, std::time::Duration::ZERO))
+            .collect();
+        for (name, sight) in &self.sights {
+            if let Some(slot) = slot_of(name) {
+                sights[slot as usize] = *sight;
+            }
+        }
         let mut trace = Trace {
             conversation: self.conversation.as_ref().map(|c| (c.id.clone(), c.source.clone())),
             prompt_tokens: self.prompt_tokens,
@@ -103,6 +120,9 @@ impl Scenario {
             placed,
             sequence: self.sequence,
             seed: self.seed,
+            sights: Sights::Recorded(&sights),
+            mean_output: self.mean_output,
+            hot: self.hot,
             detail: Detail::Full,
         };
         let choice = scheduler::choose(policy, &cx, self.conversation.is_some(), &mut trace);
@@ -140,6 +160,9 @@ impl Scenario {
             sequence: 0,
             seed: 0,
             destinations: NonZeroUsize::MIN,
+            sights: Vec::new(),
+            mean_output: 100.0,
+            hot: 0.0,
         }
     }
 }

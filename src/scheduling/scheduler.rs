@@ -5,11 +5,15 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Candidates, Choice, Cx, Decision, Policy, Reason, Refusal, Step, Trace, Unit};
+use lru::LruCache;
+
+use super::{
+    Candidates, Choice, Cx, Decision, Moment, Policy, Reason, Refusal, Sights, Step, Trace, Unit,
+};
 use crate::pool::estimate::TokenEstimator;
 use crate::pool::{
-    Conversation, InferenceRequest, KeySource, Load, LoadLedger, MOST_TOKENS, Outcome, Placement,
-    PoolSnapshot, PromptSize, Release, Ticket, Work,
+    Conversation, Decaying, Flight, InferenceRequest, KeySource, Load, LoadLedger, MOST_TOKENS,
+    Outcome, Placement, PoolSnapshot, PromptSize, Release, Ticket, Work,
 };
 
 /// Pools up to this size have every candidate's load in every trace; in larger ones it would cost more than the pick.
@@ -74,6 +78,8 @@ struct State {
     ledger: LoadLedger,
     placement: Placement,
     estimator: TokenEstimator,
+    output: Output,
+    hot: Hot,
     /// Priorities by the names of objectives.
     objectives: HashMap<String, i32>,
     sequence: u64,
@@ -112,6 +118,8 @@ impl Scheduler {
             ledger,
             placement,
             estimator: TokenEstimator::default(),
+            output: Output::default(),
+            hot: Hot::default(),
             objectives: HashMap::new(),
             sequence: 0,
         };
@@ -156,16 +164,17 @@ impl Scheduler {
         self.lock().placement.len()
     }
 
-    /// Chooses an endpoint for `request` and books the work on it. `seed` is the only chance in it.
+    /// Chooses an endpoint for `request` and books the work on it.
     ///
     /// # Errors
     /// No endpoint may be chosen: see [`Refusal`].
     pub fn schedule(
         self: &Arc<Self>,
         request: &InferenceRequest,
-        seed: u64,
+        moment: Moment<'_>,
         detail: Detail,
     ) -> Result<(Decision, Booking), Refusal> {
+        let Moment { now, seed, evidence, prefix } = moment;
         let mut state = self.lock();
         let state = &mut *state;
         let conversation =
@@ -191,6 +200,9 @@ impl Scheduler {
             placed,
             sequence: state.sequence - 1,
             seed,
+            sights: Sights::Now { time: now, conversation, evidence },
+            mean_output: state.output.mean,
+            hot: state.hot.of(prefix.or(conversation), now),
             detail,
         };
         let mut trace = Trace {
@@ -205,7 +217,10 @@ impl Scheduler {
         let choice = choose(&*self.settings.policy, &cx, conversation.is_some(), &mut trace);
         let targets = targets(&cx, choice.slot, self.settings.destinations);
         let prefill = estimate.tokens.saturating_sub(choice.cached).max(1);
-        let ticket = state.ledger.book(choice.slot, Work { prefill, decode: max_tokens });
+        let flight = flight(&cx, &choice, conversation);
+        let ticket =
+            state.ledger.book(choice.slot, Work { prefill, decode: max_tokens }, flight, now);
+        state.hot.count(prefix.or(conversation), now);
         let endpoint = state.pool.ids()[choice.slot as usize];
         let decision = Decision {
             policy: self.settings.policy_name,
@@ -272,6 +287,55 @@ impl Scheduler {
     }
 }
 
+/// How long answers have lately been.
+#[derive(Debug)]
+struct Output {
+    mean: f64,
+    answers: u32,
+}
+
+impl Default for Output {
+    fn default() -> Self {
+        Self { mean: 100.0, answers: 0 }
+    }
+}
+
+impl Output {
+    fn learn(&mut self, generated: u64) {
+        self.answers = self.answers.saturating_add(1);
+        #[expect(clippy::cast_precision_loss, reason = "it is bounded")]
+        let generated = generated.min(MOST_TOKENS) as f64;
+        self.mean += (generated - self.mean) * (1.0 / f64::from(self.answers)).max(0.01);
+    }
+}
+
+/// How often prompts have lately begun in the same way.
+#[derive(Debug)]
+struct Hot(LruCache<u64, Decaying>);
+
+impl Default for Hot {
+    fn default() -> Self {
+        Self(LruCache::new(NonZeroUsize::new(4096).expect("it is not zero")))
+    }
+}
+
+impl Hot {
+    /// Within which a request is lately.
+    const TIME: Duration = Duration::from_secs(10);
+
+    fn of(&self, prefix: Option<u64>, now: Duration) -> f64 {
+        let counted = prefix.and_then(|prefix| self.0.peek(&prefix));
+        counted.map_or(0.0, |counted| counted.at(now, Self::TIME))
+    }
+
+    fn count(&mut self, prefix: Option<u64>, now: Duration) {
+        if let Some(prefix) = prefix {
+            let counted = self.0.get_or_insert_mut(prefix, Decaying::default);
+            counted.add(1.0, now, Self::TIME);
+        }
+    }
+}
+
 impl State {
     /// Returns the priority that the request's objective gives it; 0 without one, as upstream.
     fn priority_of(&self, request: &InferenceRequest) -> i32 {
@@ -288,6 +352,27 @@ impl State {
         }
     }
 }
+
+/// Says what a request brings to the queue that it was chosen for.
+fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>) -> Flight {
+    let (sight, prices) = (cx.sight(choice.slot), cx.ledger.prices());
+    #[expect(clippy::cast_precision_loss, reason = "tokens stay far below 2^52")]
+    let (prompt, cached) = (cx.prompt_tokens as f64, choice.cached as f64);
+    let new = new_tokens(prompt, cached);
+    let output = cx.output();
+    let seconds = prices.first_token(new, cached, sight.answers, sight.contexts);
+    // The pace is learned against what the prices say, and so must be what is promised.
+    let promised = sight.backlog / sight.prompt_pace + seconds;
+    let work = prices.prompt(new, cached) + output * (prices.decode + prices.context * prompt);
+    Flight { conversation, prompt, output, seconds, promised, work }
+}
+
+/// Returns the tokens of a prompt that have to be computed: engines compute at least a block.
+pub(super) fn new_tokens(prompt: f64, cached: f64) -> f64 {
+    (prompt - cached).max(LEAST_COMPUTED)
+}
+
+const LEAST_COMPUTED: f64 = 16.0;
 
 /// Runs `policy`, filling in the parts of the trace that every policy shares.
 pub(super) fn choose(
@@ -329,17 +414,20 @@ pub(super) fn targets(cx: &Cx<'_>, chosen: u32, destinations: NonZeroUsize) -> V
 
 impl Booking {
     /// Tells that the first token of the answer has passed: the prompt is computed.
-    pub fn first_token(&mut self) {
-        if self.scheduler.settings.release == Release::FirstToken
-            && let Some(ticket) = &mut self.ticket
-        {
-            self.scheduler.lock().ledger.prefilled(ticket);
+    pub fn first_token(&mut self, now: Duration) {
+        if let Some(ticket) = &mut self.ticket {
+            let mut state = self.scheduler.lock();
+            state.ledger.first_token(ticket, now);
+            if self.scheduler.settings.release == Release::FirstToken {
+                state.ledger.prefilled(ticket);
+            }
         }
     }
 
     /// Releases the load and learns from the outcome.
-    pub fn finish(mut self, outcome: &Outcome) {
+    pub fn finish(mut self, outcome: &Outcome, now: Duration) {
         let mut state = self.scheduler.lock();
+        let state = &mut *state;
         let subject = &self.subject;
         if let Some(conversation) = subject.conversation
             && subject.teaches(outcome)
@@ -354,8 +442,12 @@ impl Booking {
         {
             state.estimator.learn(subject.model.as_deref(), &subject.prompt, counted);
         }
+        let generated = outcome.usage.completion_tokens.filter(|_| outcome.succeeded());
+        if let Some(generated) = generated {
+            state.output.learn(generated);
+        }
         if let Some(ticket) = self.ticket.take() {
-            state.ledger.release(ticket);
+            state.ledger.release(ticket, generated.map(|generated| (now, generated)));
         }
     }
 }
@@ -371,7 +463,7 @@ impl Subject {
 impl Drop for Booking {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket.take() {
-            self.scheduler.lock().ledger.release(ticket);
+            self.scheduler.lock().ledger.release(ticket, None);
         }
     }
 }

@@ -68,8 +68,12 @@ fn served(prompt: u64, cached: u64) -> Outcome {
     Outcome { ending: Ending::Complete, status: Some(200), served: None, usage }
 }
 
+fn moment(seed: u64) -> Moment<'static> {
+    Moment { seed, ..Moment::default() }
+}
+
 fn pick(scheduler: &Arc<Scheduler>, request: &InferenceRequest, seed: u64) -> (Decision, Booking) {
-    scheduler.schedule(request, seed, Detail::Full).unwrap()
+    scheduler.schedule(request, moment(seed), Detail::Full).unwrap()
 }
 
 fn total(scheduler: &Scheduler) -> Load {
@@ -159,12 +163,12 @@ fn a_conversation_goes_where_it_was_last_served_even_if_that_is_not_its_home() {
     assert_eq!(first.reason, Reason::Home);
     let home = first.target();
     // While home is busy, the conversation's next turn overflows; from then on it lives there.
-    booking.finish(&Outcome::default());
+    booking.finish(&Outcome::default(), Duration::ZERO);
     let (_, blocker) = pick(&scheduler, &request("c", 50_000), 0);
     let (moved, booking) = pick(&scheduler, &request("c", 500), 0);
     assert_eq!(moved.reason, Reason::Overflow);
     assert_ne!(moved.target(), home);
-    booking.finish(&served(500, 0));
+    booking.finish(&served(500, 0), Duration::ZERO);
     drop(blocker);
     let (back, _booking) = pick(&scheduler, &request("c", 600), 0);
     assert_eq!((back.reason, back.target(), back.cached), (Reason::Sticky, moved.target(), 500));
@@ -195,7 +199,7 @@ fn in_a_quiet_pool_a_cache_is_not_left_for_a_few_tokens() {
 fn a_request_that_is_no_turn_teaches_nothing() {
     let scheduler = scheduler("llm-aware", 3);
     let (_, booking) = pick(&scheduler, &request("c", 500), 0);
-    booking.finish(&served(500, 0));
+    booking.finish(&served(500, 0), Duration::ZERO);
     let listing = InferenceRequest { max_tokens: Some(0), ..request("c", 0) };
     let unread = InferenceRequest {
         prompt: PromptSize { text_bytes: 30, ..PromptSize::default() },
@@ -203,7 +207,7 @@ fn a_request_that_is_no_turn_teaches_nothing() {
     };
     for request in [listing, unread] {
         let (_, booking) = pick(&scheduler, &request, 0);
-        booking.finish(&Outcome { usage: Usage::default(), ..served(0, 0) });
+        booking.finish(&Outcome { usage: Usage::default(), ..served(0, 0) }, Duration::ZERO);
         let (turn, booking) = pick(&scheduler, &self::request("c", 600), 0);
         assert_eq!(turn.cached, 500);
         drop(booking);
@@ -216,13 +220,13 @@ fn claims_beyond_any_context_window_do_no_harm() {
     for _ in 0..3 {
         let request = InferenceRequest { max_tokens: Some(u64::MAX), ..request("c", u64::MAX) };
         let (_, mut booking) = pick(&scheduler, &request, 0);
-        booking.first_token();
+        booking.first_token(Duration::ZERO);
         let usage = Usage {
             prompt_tokens: Some(u64::MAX),
             completion_tokens: Some(u64::MAX),
             ..Usage::default()
         };
-        booking.finish(&Outcome { usage, ..served(0, 0) });
+        booking.finish(&Outcome { usage, ..served(0, 0) }, Duration::ZERO);
         assert_eq!(total(&scheduler), Load::default());
     }
 }
@@ -235,7 +239,7 @@ fn a_failed_turn_teaches_nothing() {
         Outcome::default(),
     ] {
         let (_, booking) = pick(&scheduler, &request("c", 500), 0);
-        booking.finish(&outcome);
+        booking.finish(&outcome, Duration::ZERO);
         assert_eq!(scheduler.remembered(), 0);
     }
 }
@@ -246,7 +250,7 @@ fn memory_follows_the_endpoint_that_envoy_says_it_used() {
     let (first, booking) = pick(&scheduler, &request("c", 500), 0);
     let other = (first.target() + 1) % 3;
     let served_by = first.pool.endpoint(other).address;
-    booking.finish(&Outcome { served: Some(served_by), ..served(500, 0) });
+    booking.finish(&Outcome { served: Some(served_by), ..served(500, 0) }, Duration::ZERO);
     assert_eq!(pick(&scheduler, &request("c", 600), 0).0.target(), other);
 }
 
@@ -256,7 +260,7 @@ fn previous_response_id_leads_back_to_its_conversation() {
     let (first, booking) = pick(&scheduler, &request("c", 500), 0);
     let mut outcome = served(500, 0);
     outcome.usage.response_id = Some("resp_1".to_owned());
-    booking.finish(&outcome);
+    booking.finish(&outcome, Duration::ZERO);
     for turn in 1..5 {
         let request = InferenceRequest {
             conversation: Some(Conversation::named(
@@ -268,7 +272,7 @@ fn previous_response_id_leads_back_to_its_conversation() {
         let (next, booking) = pick(&scheduler, &request, 0);
         assert_eq!(next.target(), first.target());
         outcome.usage.response_id = Some(format!("resp_{}", turn + 1));
-        booking.finish(&outcome);
+        booking.finish(&outcome, Duration::ZERO);
     }
 }
 
@@ -292,7 +296,8 @@ fn only_endpoints_that_may_be_chosen_count() {
 fn a_subset_that_is_empty_or_unmatched_is_refused() {
     let scheduler = scheduler("round-robin", 2);
     let with = |subset| InferenceRequest { subset: Some(subset), ..InferenceRequest::default() };
-    let refused = |subset| scheduler.schedule(&with(subset), 0, Detail::Normal).unwrap_err();
+    let refused =
+        |subset| scheduler.schedule(&with(subset), moment(0), Detail::Normal).unwrap_err();
     assert_eq!(refused(vec![]), Refusal::SubsetEmpty);
     // The port counts: it is another endpoint.
     assert_eq!(refused(vec!["10.0.0.0:9000".parse().unwrap()]), Refusal::SubsetUnmatched(1));
@@ -306,7 +311,7 @@ fn a_subset_that_is_empty_or_unmatched_is_refused() {
 fn an_empty_pool_is_refused() {
     let scheduler = scheduler("llm-aware", 0);
     assert_eq!(
-        scheduler.schedule(&request("c", 1), 0, Detail::Normal).unwrap_err(),
+        scheduler.schedule(&request("c", 1), moment(0), Detail::Normal).unwrap_err(),
         Refusal::PoolEmpty
     );
 }
@@ -319,10 +324,10 @@ fn a_full_pool_sheds_and_takes_requests_again_when_there_is_room() {
     let mut bookings: Vec<Booking> =
         (0..6).map(|_| pick(&scheduler, &request("hot", 1), 0).1).collect();
     assert_eq!(scheduler.loads().1.iter().map(|load| load.requests).collect::<Vec<_>>(), [2, 4]);
-    let refusal = scheduler.schedule(&request("hot", 1), 0, Detail::Normal).unwrap_err();
+    let refusal = scheduler.schedule(&request("hot", 1), moment(0), Detail::Normal).unwrap_err();
     assert_eq!(refusal, Refusal::Saturated { limit: 2, retry_after });
     bookings.pop();
-    assert!(scheduler.schedule(&request("hot", 1), 0, Detail::Normal).is_ok());
+    assert!(scheduler.schedule(&request("hot", 1), moment(0), Detail::Normal).is_ok());
 }
 
 #[test]
@@ -334,7 +339,7 @@ fn requests_of_negative_priority_are_shed_first() {
     let of = |objective: &str| {
         let objective = Some(objective.to_owned());
         let request = InferenceRequest { objective, ..request("one", 1) };
-        scheduler.schedule(&request, 0, Detail::Normal)
+        scheduler.schedule(&request, moment(0), Detail::Normal)
     };
     let (decision, first) = of("batch").unwrap();
     assert_eq!(decision.trace.priority, -1);
@@ -348,6 +353,97 @@ fn requests_of_negative_priority_are_shed_first() {
     assert_eq!(third.0.trace.priority, 0);
     drop((second, third));
     assert!(of("batch").is_ok());
+}
+
+fn at(seconds: f64, seed: u64) -> Moment<'static> {
+    Moment { now: Duration::from_secs_f64(seconds), seed, ..Moment::default() }
+}
+
+fn generated(tokens: u64) -> Outcome {
+    let usage = Usage { completion_tokens: Some(tokens), ..Usage::default() };
+    Outcome { ending: Ending::Complete, status: Some(200), served: None, usage }
+}
+
+/// The terms of the chosen endpoint.
+fn terms(decision: &Decision) -> Terms {
+    match decision.trace.steps[0] {
+        Step::Costs { endpoint, terms, .. } => {
+            assert_eq!(endpoint, decision.targets[0]);
+            terms
+        }
+        ref step => panic!("{step:?}"),
+    }
+}
+
+#[test]
+fn the_cost_of_an_idle_endpoint_is_the_prompt_and_a_cached_one_costs_less() {
+    let scheduler = scheduler("marginal-cost", 3);
+    let (decision, booking) =
+        scheduler.schedule(&request("a", 4000), at(0.0, 1), Detail::Full).unwrap();
+    let first = terms(&decision);
+    assert!(first.prompt > 0.3 && first.queue == 0.0 && first.others == 0.0, "{first:?}");
+    let home = decision.targets[0];
+    let mut booking = booking;
+    booking.first_token(Duration::from_secs_f64(0.31));
+    booking.finish(&generated(100), Duration::from_secs(2));
+    // It comes back where it is cached, and is cheaper for it.
+    let (decision, _) = scheduler.schedule(&request("a", 4200), at(3.0, 2), Detail::Full).unwrap();
+    assert_eq!((decision.targets[0], decision.cached), (home, 4100));
+    assert!(terms(&decision).prompt < first.prompt / 5.0);
+}
+
+#[test]
+fn what_waits_counts_and_what_waits_of_the_same_conversation_is_as_good_as_cached() {
+    let scheduler = scheduler("marginal-cost", 2);
+    let (first, _held) = scheduler.schedule(&request("a", 8000), at(0.0, 1), Detail::Full).unwrap();
+    let busy = first.targets[0];
+    // Another conversation goes elsewhere, however they lie on the ring.
+    for name in ["b", "c", "d", "e"] {
+        let (decision, _) =
+            scheduler.schedule(&request(name, 8000), at(0.1, 1), Detail::Full).unwrap();
+        assert_ne!(decision.targets[0], busy, "{name}");
+    }
+    // The same one waits behind itself, for that is less than to compute it twice.
+    let (decision, _) = scheduler.schedule(&request("a", 8100), at(0.1, 1), Detail::Full).unwrap();
+    assert_eq!((decision.targets[0], decision.cached), (busy, 8000));
+    assert!(terms(&decision).queue > 0.3);
+}
+
+#[test]
+fn a_slow_endpoint_is_learned_to_be_slow() {
+    let scheduler = scheduler("marginal-cost", 2);
+    let mut counts = [0; 2];
+    for round in 0..200u32 {
+        let now = f64::from(round) * 10.0;
+        let name = format!("c{round}");
+        let (decision, mut booking) =
+            scheduler.schedule(&request(&name, 4000), at(now, 1), Detail::Full).unwrap();
+        let slot = decision.targets[0] as usize;
+        counts[slot] += 1;
+        let took = if slot == 0 { 2.0 } else { 0.5 };
+        booking.first_token(Duration::from_secs_f64(now + took));
+        booking.finish(&generated(50), Duration::from_secs_f64(now + took + 1.0));
+    }
+    assert!(counts[1] > 3 * counts[0], "{counts:?}");
+}
+
+#[test]
+fn pickers_that_see_the_same_decide_the_same_whatever_they_draw() {
+    let target = |seed| {
+        let scheduler = scheduler("marginal-cost", 8);
+        let mut targets = Vec::new();
+        for name in 0..20 {
+            let request = request(&name.to_string(), 100);
+            let (decision, booking) =
+                scheduler.schedule(&request, at(0.0, seed), Detail::Full).unwrap();
+            targets.push(decision.targets[0]);
+            drop(booking);
+        }
+        targets
+    };
+    let targets = target(1);
+    assert_eq!(targets, target(2));
+    assert!(targets.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{targets:?}");
 }
 
 #[test]
@@ -435,10 +531,10 @@ fn the_prompt_is_released_at_the_first_token_and_the_rest_at_the_end() {
     let scheduler = scheduler("llm-aware", 1);
     let (_, mut booking) = pick(&scheduler, &request("c", 500), 0);
     assert_eq!(total(&scheduler), Load { requests: 1, tokens: 600 });
-    booking.first_token();
-    booking.first_token();
+    booking.first_token(Duration::ZERO);
+    booking.first_token(Duration::ZERO);
     assert_eq!(total(&scheduler), Load { requests: 1, tokens: 100 });
-    booking.finish(&served(500, 0));
+    booking.finish(&served(500, 0), Duration::ZERO);
     assert_eq!(total(&scheduler), Load::default());
 }
 
@@ -448,7 +544,7 @@ fn the_estimate_follows_what_the_engine_counted() {
     let text = PromptSize { text_bytes: 4000, ..PromptSize::default() };
     let request = InferenceRequest { prompt: text, model: Some("m".to_owned()), ..request("c", 0) };
     let (before, booking) = pick(&scheduler, &request, 0);
-    booking.finish(&served(2000, 0));
+    booking.finish(&served(2000, 0), Duration::ZERO);
     let (after, _booking) = pick(&scheduler, &request, 0);
     assert_eq!((before.trace.prompt_tokens, after.trace.prompt_tokens), (1000, 2000));
 }
@@ -488,8 +584,8 @@ proptest! {
                 0 | 1 => open.push(pick(&scheduler, &request(&format!("c{conversation}"), tokens), seed).1),
                 2 if !open.is_empty() => {
                     let mut booking = open.swap_remove(usize::from(conversation) % open.len());
-                    booking.first_token();
-                    if seed % 2 == 0 { booking.finish(&served(tokens, tokens / 2)) } else { drop(booking) }
+                    booking.first_token(Duration::ZERO);
+                    if seed % 2 == 0 { booking.finish(&served(tokens, tokens / 2), Duration::ZERO) } else { drop(booking) }
                 }
                 3 => scheduler.adopt(pool(&vec![1.0; sizes[i]])),
                 _ => {}

@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 
 use super::pb;
-use crate::pool::{Ending, KeySource, Outcome};
+use crate::pool::{Ending, KeySource, Outcome, Sight};
 use crate::scheduling::decision::Verdict;
 use crate::scheduling::{Decision, Step, Trace};
 
@@ -36,6 +36,11 @@ pub fn record(decision: &Decision) -> pb::Record {
                     weight: endpoint.weight,
                     requests: load.requests,
                     tokens: load.tokens,
+                    sight: trace
+                        .sights
+                        .iter()
+                        .find(|(seen, _)| *seen == slot)
+                        .map(|(_, it)| sight(it)),
                 }
             })
             .collect(),
@@ -48,9 +53,25 @@ pub fn record(decision: &Decision) -> pb::Record {
     }
 }
 
+fn sight(sight: &Sight) -> pb::Sight {
+    pb::Sight {
+        backlog: sight.backlog,
+        waiting: sight.waiting,
+        answers: sight.answers,
+        contexts: sight.contexts,
+        balance: sight.balance,
+        prompt_pace: sight.prompt_pace,
+        answer_pace: sight.answer_pace,
+        cached: sight.cached,
+        memory: sight.memory,
+        stuck: sight.stuck,
+    }
+}
+
 /// Makes the parts of a record that do not depend on a choice.
 fn shared(trace: &Trace) -> pb::Record {
     let (tokens_per_byte, estimate_answers) = trace.estimate.unwrap_or_default();
+    let looked = !trace.sights.is_empty();
     pb::Record {
         conversation: trace.conversation.as_ref().map(|(id, source)| pb::Conversation {
             id: id.clone(),
@@ -59,6 +80,8 @@ fn shared(trace: &Trace) -> pb::Record {
         }),
         model: trace.model.clone().unwrap_or_default(),
         priority: trace.priority,
+        mean_output: looked.then_some(trace.mean_output),
+        hot: looked.then_some(trace.hot),
         prompt_tokens: trace.prompt_tokens,
         max_tokens: trace.max_tokens,
         tokens_per_byte,
@@ -200,6 +223,11 @@ fn estimate_note(record: &pb::Record) -> String {
             )
         }
     }
+}
+
+/// Writes seconds so that small ones can be told apart.
+fn time(seconds: f64) -> String {
+    if seconds < 1.0 { format!("{:.3} ms", seconds * 1000.0) } else { format!("{seconds:.3} s") }
 }
 
 fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
@@ -349,6 +377,29 @@ fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 ),
             )
         },
+        Step::Costs { endpoint, cached, terms } => {
+            let parts = terms.named();
+            let parts = parts.iter().filter(|(_, seconds)| *seconds != 0.0);
+            let text: Vec<String> =
+                parts.clone().map(|(part, seconds)| format!("{part} {}", time(*seconds))).collect();
+            pb::Step {
+                endpoint: Some(name(*endpoint).to_owned()),
+                cached: Some(*cached),
+                seconds: Some(terms.total()),
+                terms: parts
+                    .map(|(name, seconds)| pb::Term { name: (*name).to_owned(), seconds: *seconds })
+                    .collect(),
+                ..named(
+                    "cost-in-seconds",
+                    format!(
+                        "{} costs {} with {cached} tokens cached: {}",
+                        name(*endpoint),
+                        time(terms.total()),
+                        text.join(" + ")
+                    ),
+                )
+            }
+        }
         Step::Ring { endpoint } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
             ..named("ring", format!("first on the ring: {}", name(*endpoint)))

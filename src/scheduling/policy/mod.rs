@@ -4,6 +4,7 @@ pub mod bounded;
 pub mod consistent;
 pub mod least_loaded;
 pub mod llm_aware;
+pub mod marginal_cost;
 pub mod mod_n;
 pub mod random;
 pub mod rendezvous;
