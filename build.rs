@@ -5,7 +5,7 @@ const OPTIONAL: [&str; 26] = [
     "Record.conversation",
     "Record.placement",
     "Record.outcome",
-    "Record.mean_output",
+    "Record.expected_output",
     "Record.hot",
     "EndpointLoad.sight",
     "Step.endpoint",

@@ -65,7 +65,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let (stop, stopping) = watch::channel(false);
     let following =
         source.follow(keeper, Arc::clone(&scheduler), metrics, status, draining.clone())?;
-    let released = following.released;
+    let (released, ended) = (following.released, following.ended);
     let readiness = Arc::new(Readiness {
         status: following.status,
         leader: following.leader,
@@ -112,6 +112,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let asked = tokio::select! {
         asked = signals.next() => asked,
         result = &mut grpc => return Ok(result??),
+        _ = ended => anyhow::bail!("the thread that follows the endpoints has ended, which it never does by itself"),
     };
     let linger = Duration::from_secs(config.drain.linger_seconds);
     tracing::info!("draining");
@@ -169,7 +170,10 @@ impl Readiness {
         let mut lines = vec![format!("{endpoints} endpoints")];
         lines.extend(self.status.lines(Instant::now()));
         if !*self.leader.borrow() {
-            lines.push("another picker leads".to_owned());
+            lines.push(match self.status.leader() {
+                Some(leader) => format!("not the leader: {leader} holds the Lease"),
+                None => "not the leader: the Lease has not been read yet".to_owned(),
+            });
         }
         if *self.draining.borrow() {
             lines.push("draining".to_owned());

@@ -154,11 +154,11 @@ pub fn incoming(
                 match (first, acceptor) {
                     (Some(TLS_HANDSHAKE), None) => strangers.warn(
                         peer,
-                        "a client speaks TLS to this port, which is plain text: set tls.mode to `self-signed` or `files`, or have the gateway speak plain text",
+                        "a client speaks TLS to a port that is plain text: if it is a gateway at server.grpc_port, set tls.mode to `self-signed` or `files`, or have it speak plain text",
                     ),
                     (Some(HTTP2_PREFACE), Some(_)) => strangers.warn(
                         peer,
-                        "a client speaks plain text to this port, which speaks TLS: have the gateway speak TLS, or set tls.mode to \"off\"",
+                        "a client speaks plain text to a port that speaks TLS: have the gateway speak TLS, or set tls.mode to \"off\"",
                     ),
                     (_, None) => drop(ready.send(Ok(Io::Plain(stream))).await),
                     (_, Some(acceptor)) => shake_hands(acceptor, stream, ready).await,

@@ -5,6 +5,7 @@
 //! The thread on which endpoints are found: reading ten thousand pods or building a large ring must not make a request
 //! wait.
 
+use std::hash::{BuildHasher as _, RandomState};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,6 +43,8 @@ pub(super) struct Following {
     pub(super) leader: channel::Receiver<bool>,
     /// Ends when a lease that was held has been given back, or at once where there is none.
     pub(super) released: oneshot::Receiver<()>,
+    /// Ends when nobody follows the source any more.
+    pub(super) ended: oneshot::Receiver<()>,
 }
 
 impl Source {
@@ -109,8 +112,19 @@ impl Source {
         if let Self::Kubernetes(_) = &self {
             status.expect("pods");
         }
-        let following = Following { status: Arc::clone(&status), leader, released: was_released };
+        let (ends, ended) = oneshot::channel::<()>();
+        let following =
+            Following { status: Arc::clone(&status), leader, released: was_released, ended };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        // The client belongs to the runtime that it is made on.
+        let entered = runtime.enter();
+        let client = match &self {
+            Self::File { .. } => None,
+            Self::Kubernetes(kubernetes) => {
+                Some(watch::client(kubernetes.server.clone(), &status)?)
+            }
+        };
+        drop(entered);
         let run = async move {
             let keep =
                 keep(&mut keeper, &mut updates, |change| publish(&scheduler, &status, change));
@@ -126,18 +140,12 @@ impl Source {
                     tokio::join!(read, keep);
                 }
                 Self::Kubernetes(kubernetes) => {
-                    let Kubernetes { server, settings, lease, objectives } = *kubernetes;
-                    let client = match watch::client(server, &status) {
-                        Ok(client) => client,
-                        Err(error) => {
-                            tracing::error!(%error, "Kubernetes cannot be followed");
-                            return;
-                        }
-                    };
+                    let Kubernetes { settings, lease, objectives, .. } = *kubernetes;
+                    let client = client.expect("it was made for Kubernetes");
                     if let Some(lease) = lease {
-                        let client = client.clone();
+                        let (client, status) = (client.clone(), Arc::clone(&status));
                         tokio::spawn(async move {
-                            lease::hold(client, lease, leads, stop).await;
+                            lease::hold(client, lease, status, leads, stop).await;
                             drop(released);
                         });
                     }
@@ -162,7 +170,11 @@ impl Source {
         };
         std::thread::Builder::new()
             .name("discovery".to_owned())
-            .spawn(move || runtime.block_on(run))
+            .spawn(move || {
+                // Dropped however this ends.
+                let _ends = ends;
+                runtime.block_on(run);
+            })
             .context("no thread for discovery")?;
         Ok(following)
     }
@@ -185,7 +197,9 @@ fn lease_settings(config: &Config, namespace: &str) -> anyhow::Result<lease::Set
     });
     let identity = settings.identity.clone().or_else(|| {
         let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
-        Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+        // Two on one host must not take themselves for one.
+        let name = format!("{}-{:08x}", name.trim(), RandomState::new().hash_one(0) >> 32);
+        Some(name).filter(|name| !name.starts_with('-'))
     });
     let identity = identity
         .context("who we are in the Lease is not known: set POD_NAME, or kubernetes.identity")?;
@@ -207,25 +221,38 @@ async fn keep(
                 None => std::future::pending().await,
             }
         };
+        let began;
         let change = tokio::select! {
             changed = updates.changed() => {
                 if changed.is_err() {
                     return;
                 }
                 let endpoints = updates.borrow_and_update().clone().unwrap_or_default();
+                began = Instant::now();
                 keeper.update(endpoints, Instant::now()).unwrap_or_else(|error| {
                     tracing::error!(%error, "the endpoints in use stay");
                     None
                 })
             }
-            () = tick => keeper.tick(Instant::now()),
+            () = tick => {
+                began = Instant::now();
+                keeper.tick(began)
+            }
         };
-        change.into_iter().for_each(&mut publish);
+        if let Some(change) = change {
+            publish(change);
+            // At most a fifth of the time goes into rings and counts, however large the pool and often it changes;
+            // what comes meanwhile comes together.
+            tokio::time::sleep(4 * began.elapsed()).await;
+        }
     }
 }
 
+/// Conversations whose homes are counted at a change of membership: as many as are remembered by default.
+const COUNTED: usize = 50_000;
+
 fn publish(scheduler: &Scheduler, status: &SourceStatus, change: Change) {
-    let conversations = scheduler.conversations();
+    let conversations = scheduler.conversations(COUNTED);
     let homes_moved = scheduler.pool().homes_moved(&change.pool, &conversations);
     status.changed(change.warming, homes_moved);
     let (endpoints, version) = (change.pool.endpoints().len(), change.pool.version());

@@ -55,9 +55,12 @@ struct Decisions {
 
 impl Explain {
     pub(super) fn run(self) -> anyhow::Result<()> {
-        let config =
-            config::load(self.config.as_deref().map(config::File::read).transpose()?, &Vec::new())?
-                .config;
+        let config = config::load(
+            self.config.as_deref().map(config::File::read).transpose()?,
+            &Vec::new(),
+            &Vec::new(),
+        )?
+        .config;
         let (scenario, given) = if self.example {
             (Scenario::example(), pb::Record::default())
         } else if let (Some(body), Some(endpoints)) = (&self.body, &self.endpoints) {
@@ -218,7 +221,7 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
         seed: hash(&record.seed).context("seed")?.unwrap_or(0),
         destinations: NonZeroUsize::new(record.destinations.len()).unwrap_or(NonZeroUsize::MIN),
         sights: record.loads.iter().filter_map(sight).collect(),
-        mean_output: record.mean_output.unwrap_or(100.0),
+        output: record.expected_output.unwrap_or(100.0),
         hot: record.hot.unwrap_or(0.0),
     })
 }
@@ -286,7 +289,7 @@ fn body_scenario(
         seed: 0,
         destinations: config.answers.destinations,
         sights: Vec::new(),
-        mean_output: 100.0,
+        output: 100.0,
         hot: 0.0,
     })
 }

@@ -111,31 +111,49 @@ impl Upstream {
     }
 }
 
-/// Adds what the environment sets; flags and only flags are stronger.
-pub(super) fn environment(overrides: &mut Overrides, read: impl Fn(&str) -> Option<String>) {
+/// Adds what the environment sets, which is weaker than the file and the flags; returns what could not be read.
+pub(super) fn environment(
+    overrides: &mut Overrides,
+    read: impl Fn(&str) -> Option<String>,
+) -> Vec<String> {
     let read = |name: &str| read(name).filter(|value| !value.is_empty());
+    let mut warnings = Vec::new();
     let mut set = |path, from, value: Option<Value>| {
         overrides.extend(value.map(|value| (path, from, value)));
     };
     set("kubernetes.namespace", "env NAMESPACE", read("NAMESPACE").map(Value::from));
     set("kubernetes.identity", "env POD_NAME", read("POD_NAME").map(Value::from));
     if read("OTEL_TRACES_EXPORTER").is_none_or(|exporter| exporter == "otlp") {
-        let endpoint = read("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-            .map(|it| (it, "env OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"));
-        let endpoint = endpoint.or_else(|| {
-            Some((read("OTEL_EXPORTER_OTLP_ENDPOINT")?, "env OTEL_EXPORTER_OTLP_ENDPOINT"))
-        });
-        if let Some((endpoint, from)) = endpoint {
+        let of = |name: &str, from| Some((read(name)?, from));
+        let traces =
+            of("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "env OTEL_EXPORTER_OTLP_TRACES_ENDPOINT");
+        let all = || of("OTEL_EXPORTER_OTLP_ENDPOINT", "env OTEL_EXPORTER_OTLP_ENDPOINT");
+        if let Some((endpoint, from)) = traces.or_else(all) {
             set("tracing.otlp_endpoint", from, Some(Value::from(endpoint)));
         }
     }
-    set(
-        "tracing.service_name",
-        "env OTEL_SERVICE_NAME",
-        read("OTEL_SERVICE_NAME").map(Value::from),
-    );
-    let share = read("OTEL_TRACES_SAMPLER_ARG").and_then(|it| it.parse::<f64>().ok());
-    set("tracing.sample", "env OTEL_TRACES_SAMPLER_ARG", share.map(Value::from));
+    let service = read("OTEL_SERVICE_NAME").map(Value::from);
+    set("tracing.service_name", "env OTEL_SERVICE_NAME", service);
+    let share = match read("OTEL_TRACES_SAMPLER").as_deref() {
+        Some("always_on" | "parentbased_always_on") => Some(1.0),
+        Some("always_off" | "parentbased_always_off") => Some(0.0),
+        None | Some("traceidratio" | "parentbased_traceidratio") => read("OTEL_TRACES_SAMPLER_ARG")
+            .and_then(|given| {
+                let share = given.parse().ok().filter(|share| (0.0..=1.0).contains(share));
+                if share.is_none() {
+                    warnings.push(format!("OTEL_TRACES_SAMPLER_ARG={given} is no share, 0 to 1"));
+                }
+                share
+            }),
+        Some(other) => {
+            warnings.push(format!(
+                "OTEL_TRACES_SAMPLER={other} is not known; tracing.sample says what is traced"
+            ));
+            None
+        }
+    };
+    set("tracing.sample", "env OTEL_TRACES_SAMPLER", share.map(Value::from));
+    warnings
 }
 
 /// What becomes of a flag that sets nothing.
@@ -298,16 +316,20 @@ mod tests {
         ];
         let set = |more: &'static [(&str, &str)]| {
             let mut overrides = Overrides::new();
-            environment(&mut overrides, |name| {
+            let warnings = environment(&mut overrides, |name| {
                 let all = variables.iter().chain(more);
                 all.rev().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
             });
-            overrides.iter().map(|(path, ..)| *path).collect::<Vec<_>>().join(" ")
+            let paths = overrides.iter().map(|(path, ..)| *path).collect::<Vec<_>>().join(" ");
+            (paths, warnings.len())
         };
-        assert_eq!(set(&[]), "kubernetes.namespace tracing.otlp_endpoint tracing.sample");
-        assert_eq!(
-            set(&[("OTEL_TRACES_EXPORTER", "console")]),
-            "kubernetes.namespace tracing.sample"
-        );
+        let all = "kubernetes.namespace tracing.otlp_endpoint tracing.sample";
+        assert_eq!(set(&[]), (all.to_owned(), 0));
+        assert_eq!(set(&[("OTEL_TRACES_SAMPLER", "always_on")]), (all.to_owned(), 0));
+        let without = "kubernetes.namespace tracing.otlp_endpoint";
+        assert_eq!(set(&[("OTEL_TRACES_SAMPLER_ARG", "many")]), (without.to_owned(), 1));
+        assert_eq!(set(&[("OTEL_TRACES_SAMPLER", "jaeger_remote")]), (without.to_owned(), 1));
+        let quiet = "kubernetes.namespace tracing.sample";
+        assert_eq!(set(&[("OTEL_TRACES_EXPORTER", "console")]), (quiet.to_owned(), 0));
     }
 }

@@ -42,8 +42,10 @@ enum Command {
     Watch(watch::Watch),
 }
 
-/// What can be set by hand; everything else is in the configuration file.
+/// What can be set by hand; everything else is in the configuration file. Of a flag that comes twice the last counts,
+/// as upstream: its chart writes some, and users write them again.
 #[derive(Debug, Args)]
+#[command(args_override_self = true)]
 struct Settings {
     /// Configuration file (YAML); `llm-ring config` prints one with every key
     #[arg(long, short, visible_alias = "config-file", value_name = "FILE")]
@@ -164,8 +166,9 @@ impl Settings {
             ("log.format", "--log-format", self.log_format.map(Value::from)),
             ("tracing.otlp_endpoint", "--otlp-endpoint", self.otlp_endpoint.map(Value::from)),
         ];
+        let mut environment = Overrides::new();
+        let warnings = flags::environment(&mut environment, |name| std::env::var(name).ok());
         let mut overrides = Overrides::new();
-        flags::environment(&mut overrides, |name| std::env::var(name).ok());
         self.upstream.into(&mut overrides);
         // Of two flags that say the same, our own is the one that was meant.
         overrides.extend(
@@ -176,6 +179,8 @@ impl Settings {
             (None, Some(text)) => Some(File { name: "--config-text".to_owned(), text }),
             (None, None) => None,
         };
-        Ok(config::load(file, &overrides)?)
+        let mut loaded = config::load(file, &environment, &overrides)?;
+        loaded.warnings.extend(warnings);
+        Ok(loaded)
     }
 }

@@ -88,9 +88,12 @@ const MOST_POINTS: u64 = 10_000_000;
 
 impl Ring {
     pub(super) fn run(self) -> anyhow::Result<()> {
-        let config =
-            config::load(self.config.as_deref().map(config::File::read).transpose()?, &Vec::new())?
-                .config;
+        let config = config::load(
+            self.config.as_deref().map(config::File::read).transpose()?,
+            &Vec::new(),
+            &Vec::new(),
+        )?
+        .config;
         let points = self.points.unwrap_or(config.ring.points.get());
         anyhow::ensure!(
             self.endpoints.is_some() || u64::from(self.count) * u64::from(points) <= MOST_POINTS,

@@ -137,7 +137,8 @@ pub struct Kubernetes {
     pub role_label: String,
     /// Whether InferenceObjectives give requests their priority, where their CRD is installed.
     pub objectives: bool,
-    /// How long one watch lasts before it is asked for anew, in seconds. A silent connection is noticed 5 s after that.
+    /// How long one watch lasts before it is asked for anew, in seconds. A connection that goes silent is given up 5 s
+    /// after that, and a server that takes connections and never answers within about twice that.
     pub watch_seconds: Ranged<2, 290>,
     /// Whether one of several pickers leads, by a Lease, and the others are not ready.
     pub leader_election: bool,

@@ -33,7 +33,7 @@ enum Source {
 #[error("{0}")]
 pub struct ConfigError(String);
 
-/// Values from variables and flags, the weaker first: the path in the document, what it is from (`--policy`,
+/// Values from variables or flags, the weaker first: the path in the document, what it is from (`--policy`,
 /// `env NAMESPACE`), the value.
 pub type Overrides = Vec<(&'static str, &'static str, Value)>;
 
@@ -59,11 +59,15 @@ impl File {
     }
 }
 
-/// Puts the configuration together.
+/// Puts the configuration together: flags are stronger than the file, and the file than the environment.
 ///
 /// # Errors
 /// A key that does not exist or a value that cannot be; the text says where and what to do.
-pub fn load(file: Option<File>, overrides: &Overrides) -> Result<Loaded, ConfigError> {
+pub fn load(
+    file: Option<File>,
+    environment: &Overrides,
+    flags: &Overrides,
+) -> Result<Loaded, ConfigError> {
     let mut sources = BTreeMap::new();
     let mut warnings = Vec::new();
     let mut config = Config::default();
@@ -82,7 +86,9 @@ pub fn load(file: Option<File>, overrides: &Overrides) -> Result<Loaded, ConfigE
     }
     let mut document =
         serde_yaml::to_value(&config).map_err(|error| ConfigError(error.to_string()))?;
-    for (path, from, value) in overrides {
+    let unset = |(path, ..): &&(&'static str, &'static str, Value)| !sources.contains_key(*path);
+    let environment: Vec<_> = environment.iter().filter(unset).cloned().collect();
+    for (path, from, value) in environment.iter().chain(flags) {
         set(&mut document, path, value.clone());
         sources.insert((*path).to_owned(), Source::Named(from));
         config = serde_yaml::from_value(document.clone()).map_err(|error| {
@@ -152,6 +158,16 @@ fn check_endpoints(config: &Config) -> Result<(), ConfigError> {
     if given.len() > 1 {
         let given = given.join(" and ");
         return Err(ConfigError(format!("endpoints come from one place, and {given} are given")));
+    }
+    for (key, value) in [
+        ("kubernetes.pool", &kubernetes.pool),
+        ("kubernetes.namespace", &kubernetes.namespace),
+        ("kubernetes.lease", &kubernetes.lease),
+        ("kubernetes.identity", &kubernetes.identity),
+    ] {
+        if value.as_ref().is_some_and(|value| value.trim().is_empty()) {
+            return Err(ConfigError(format!("{key} is empty: name it, or leave it out")));
+        }
     }
     let ports = &kubernetes.target_ports;
     if kubernetes.selector.is_some() {
@@ -318,7 +334,8 @@ mod tests {
 
     #[test]
     fn what_is_printed_can_be_read_again_and_names_its_sources() {
-        let loaded = load(None, &vec![("policy", "--policy", Value::from("bounded"))]).unwrap();
+        let loaded =
+            load(None, &Vec::new(), &vec![("policy", "--policy", Value::from("bounded"))]).unwrap();
         let text = loaded.render();
         assert_eq!(parse(&text).unwrap(), loaded.config);
         assert!(text.lines().any(|line| line.starts_with("policy: \"bounded\"") && line.ends_with("# --policy")), "{text}");
@@ -327,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_wrong_flag_is_named() {
-        let error = load(None, &vec![("policy", "--policy", Value::from("bound"))])
+        let error = load(None, &Vec::new(), &vec![("policy", "--policy", Value::from("bound"))])
             .unwrap_err()
             .to_string();
         assert!(

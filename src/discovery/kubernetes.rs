@@ -44,8 +44,8 @@ pub async fn follow(
     mut changed: impl FnMut(Members),
 ) {
     let mut following = Following {
-        reconciler: Reconciler::new(settings.reading.clone()),
-        pods: None,
+        current: Selected::nothing(&settings),
+        coming: None,
         pool_listed: false,
         place: settings.place(client, &status),
         settings,
@@ -66,7 +66,7 @@ pub async fn follow(
             biased;
             () = flush => {
                 let began = Instant::now();
-                let members = following.reconciler.members();
+                let members = following.current.reconciler.members();
                 for oddity in members.oddities.difference(&oddities) {
                     tracing::warn!(oddity, "a part of the pool is not as it should be");
                 }
@@ -78,7 +78,8 @@ pub async fn follow(
                 continue;
             }
             event = next(pool.as_mut()) => following.on_pool(event),
-            event = next(following.pods.as_mut().map(|(_, pods)| pods)) => following.on_pod(event),
+            event = next(following.current.watch()) => following.on_pod(event),
+            event = next(following.coming.as_mut().and_then(Selected::watch)) => following.on_coming(event),
         }
         flush_at.get_or_insert_with(|| tokio::time::Instant::now() + SETTLE.max(rest));
     }
@@ -92,14 +93,46 @@ const PODS: &str = "pods";
 const POOLS: &str = "inferencepools";
 
 struct Following {
-    reconciler: Reconciler,
-    /// With the selector that they are watched by.
-    pods: Option<(String, Watch<Pod>)>,
+    /// The pods that are the pool's.
+    current: Selected,
+    /// Those of a selector that the pool has got since. Until they have been listed, the ones from before serve on.
+    coming: Option<Selected>,
     /// Whether the list of pools that comes in, or came in last, has the one that is followed.
     pool_listed: bool,
     place: Place,
     settings: Settings,
     status: Arc<SourceStatus>,
+}
+
+/// The pods of one selector.
+struct Selected {
+    reconciler: Reconciler,
+    /// With the selector that they are watched by.
+    pods: Option<(String, Watch<Pod>)>,
+}
+
+impl Selected {
+    fn nothing(settings: &Settings) -> Self {
+        Self { reconciler: Reconciler::new(settings.reading.clone()), pods: None }
+    }
+
+    fn watch(&mut self) -> Option<&mut Watch<Pod>> {
+        self.pods.as_mut().map(|(_, pods)| pods)
+    }
+
+    fn is_of(&self, selector: &str) -> bool {
+        self.pods.as_ref().is_some_and(|(of, _)| of == selector)
+    }
+
+    fn on_pod(&mut self, event: Event<Pod>) {
+        match event {
+            Event::Init => self.reconciler.list_begins(),
+            Event::InitApply(pod) => self.reconciler.listed(pod.read()),
+            Event::InitDone => self.reconciler.list_ends(),
+            Event::Apply(pod) => self.reconciler.apply(pod.read()),
+            Event::Delete(pod) => self.reconciler.delete(pod.uid()),
+        }
+    }
 }
 
 impl Settings {
@@ -120,17 +153,44 @@ impl Following {
                 Some(self.place.watch(POOLS, config))
             }
             Choice::Selector(selector, ports) => {
-                self.reconciler.set_rule(Some(Rule { labels: None, ports }));
-                self.watch_pods(selector);
+                self.select(selector, Rule { labels: None, ports });
                 None
             }
         }
     }
 
-    fn watch_pods(&mut self, selector: String) {
-        if self.pods.as_ref().is_none_or(|(watched, _)| *watched != selector) {
+    /// Takes the rule of the pool as it is now.
+    fn select(&mut self, selector: String, rule: Rule) {
+        if self.current.is_of(&selector) {
+            self.coming = None;
+            self.current.reconciler.set_rule(Some(rule));
+            return;
+        }
+        let mut coming = self.coming.take().filter(|coming| coming.is_of(&selector));
+        let selected = coming.get_or_insert_with(|| {
             let config = watcher::Config::default().labels(&selector);
-            self.pods = Some((selector, self.place.watch(PODS, config)));
+            let pods = Some((selector, self.place.watch(PODS, config)));
+            Selected { pods, ..Selected::nothing(&self.settings) }
+        });
+        selected.reconciler.set_rule(Some(rule));
+        self.coming = coming;
+    }
+
+    fn on_pod(&mut self, event: Event<Pod>) {
+        if matches!(event, Event::InitDone) {
+            self.status.listed(PODS);
+        }
+        self.current.on_pod(event);
+    }
+
+    fn on_coming(&mut self, event: Event<Pod>) {
+        let listed = matches!(event, Event::InitDone);
+        if let Some(coming) = &mut self.coming {
+            coming.on_pod(event);
+        }
+        if listed && let Some(coming) = self.coming.take() {
+            self.current = coming;
+            self.status.listed(PODS);
         }
     }
 
@@ -142,11 +202,14 @@ impl Following {
                 self.pool_listed = true;
                 self.status.missing(None);
                 let rule = pool.rule();
-                // An empty selector would watch every pod of the namespace.
                 if rule.labels.as_ref().is_some_and(|labels| !labels.is_empty()) {
-                    self.watch_pods(pool.selector());
+                    self.select(pool.selector(), rule);
+                } else {
+                    // It would watch every pod of the namespace.
+                    (self.current, self.coming) = (Selected::nothing(&self.settings), None);
+                    self.current.reconciler.set_rule(Some(rule));
+                    self.status.listed(PODS);
                 }
-                self.reconciler.set_rule(Some(rule));
             }
             Event::InitDone => {
                 self.status.listed(POOLS);
@@ -161,8 +224,7 @@ impl Following {
     fn lose_pool(&mut self) {
         tracing::warn!("{}: there is no endpoint to route to until it is made", self.missing());
         self.status.missing(Some(self.missing()));
-        self.reconciler = Reconciler::new(self.settings.reading.clone());
-        self.pods = None;
+        (self.current, self.coming) = (Selected::nothing(&self.settings), None);
         self.status.unlisted(PODS);
     }
 
@@ -171,19 +233,6 @@ impl Following {
         match &self.settings.choice {
             Choice::Pool(name) => format!("there is no InferencePool {namespace}/{name}"),
             Choice::Selector(..) => String::new(),
-        }
-    }
-
-    fn on_pod(&mut self, event: Event<Pod>) {
-        match event {
-            Event::Init => self.reconciler.list_begins(),
-            Event::InitApply(pod) => self.reconciler.listed(pod.read()),
-            Event::InitDone => {
-                self.reconciler.list_ends();
-                self.status.listed(PODS);
-            }
-            Event::Apply(pod) => self.reconciler.apply(pod.read()),
-            Event::Delete(pod) => self.reconciler.delete(pod.uid()),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! Clocks of machines differ, so nobody believes the time that is written in a lease: it has run out when it was not
 //! written for its duration by the reader's own clock.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
@@ -13,6 +14,8 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::PostParams;
 use kube::{Api, Client};
 use tokio::sync::watch;
+
+use crate::telemetry::source::SourceStatus;
 
 /// How a lease is held.
 #[derive(Debug, Clone)]
@@ -54,6 +57,15 @@ enum Act {
 }
 
 impl Election {
+    /// Names who holds it, as far as is known: nobody, us, or another.
+    fn holder(&self) -> String {
+        match &self.seen {
+            Some((held, _)) if held.holder.is_empty() => "nobody".to_owned(),
+            Some((held, _)) => held.holder.clone(),
+            None => self.identity.clone(),
+        }
+    }
+
     fn act(&mut self, lease: Option<Held>, now: Instant) -> Act {
         let Some(held) = lease else {
             return Act::Take;
@@ -72,51 +84,54 @@ impl Election {
 }
 
 /// Holds the lease whenever it can, and says in `leader` whether it does, until `stop` says so; then gives it back.
+///
+/// While the API server gives no answer nothing changes: nobody else can take the lease either, and no leader is worse
+/// than two. A leader that is cut off alone may so be one of two for a while; each of them books the requests that it
+/// gets, which is what pickers without election do always.
 pub async fn hold(
     client: Client,
     settings: Settings,
+    status: Arc<SourceStatus>,
     leader: watch::Sender<bool>,
     mut stop: watch::Receiver<bool>,
 ) {
     let leases: Api<Lease> = Api::namespaced(client, &settings.namespace);
     let mut election = Election { identity: settings.identity.clone(), seen: None };
-    let mut renewed = Instant::now();
-    let mut last_error = String::new();
-    // client-go's proportions: 15 s, 10 s and 2 s.
-    let (give_up, retry) = (settings.duration * 2 / 3, settings.duration * 2 / 15);
+    // client-go's proportions: 15 s and 2 s.
+    let retry = settings.duration * 2 / 15;
     loop {
-        let attempt = tokio::time::timeout(retry.max(Duration::from_secs(1)) * 2, async {
-            attempt(&leases, &settings, &mut election).await
-        });
-        match attempt.await {
-            Ok(Ok(held)) => {
-                last_error.clear();
-                if held {
-                    renewed = Instant::now();
+        let mut wait = retry;
+        // Who does not know the pool yet must not be asked.
+        if *leader.borrow() || status.synced() {
+            let attempt = attempt(&leases, &settings, &mut election);
+            match tokio::time::timeout(settings.duration / 3, attempt).await {
+                Ok(Ok(Some(held))) => {
+                    status.accepted(LEASES);
+                    status.led_by(election.holder());
+                    say(&leader, held, &settings);
                 }
-                say(&leader, held, &settings);
-            }
-            outcome => {
-                let error = match outcome {
-                    Ok(Err(error)) => error.to_string(),
-                    Err(_) | Ok(Ok(_)) => "no answer".to_owned(),
-                };
-                if error != last_error {
-                    tracing::warn!(
-                        lease = settings.name,
-                        error,
-                        "the lease cannot be read or written"
-                    );
-                    last_error = error;
+                // Another wrote at the same time: what it wrote is to be read.
+                Ok(Ok(None)) => wait = retry / 10,
+                Ok(Err(kube::Error::Api(refused))) if refused.code < 500 && refused.code != 429 => {
+                    let text = advice(&refused);
+                    if status.refused(LEASES, &text) {
+                        tracing::warn!(
+                            lease = settings.name,
+                            error = text,
+                            "no leader can be elected"
+                        );
+                    }
                 }
-                // Before anybody else may take it.
-                if renewed.elapsed() >= give_up {
-                    say(&leader, false, &settings);
+                Ok(Err(error)) => {
+                    status.unreachable(&error.to_string(), Instant::now());
+                }
+                Err(_) => {
+                    status.unreachable("no answer about the lease", Instant::now());
                 }
             }
         }
         tokio::select! {
-            () = tokio::time::sleep(retry) => {}
+            () = tokio::time::sleep(wait) => {}
             _ = stop.wait_for(|stop| *stop) => break,
         }
     }
@@ -129,6 +144,18 @@ pub async fn hold(
     }
 }
 
+const LEASES: &str = "leases";
+
+fn advice(refused: &kube::core::Status) -> String {
+    let said = &refused.message;
+    match refused.code {
+        403 => format!(
+            "its service account needs get, create and update on the Lease, or run one picker without --ha-enable-leader-election: {said}"
+        ),
+        code => format!("{code}: {said}"),
+    }
+}
+
 fn say(leader: &watch::Sender<bool>, held: bool, settings: &Settings) {
     let changed = leader.send_if_modified(|leader| std::mem::replace(leader, held) != held);
     if changed {
@@ -138,16 +165,16 @@ fn say(leader: &watch::Sender<bool>, held: bool, settings: &Settings) {
     }
 }
 
-/// Reads the lease and writes it if it is ours to write; tells whether we hold it.
+/// Reads the lease and writes it if it is ours to write; tells whether we hold it, or `None` if another was quicker.
 async fn attempt(
     leases: &Api<Lease>,
     settings: &Settings,
     election: &mut Election,
-) -> Result<bool, kube::Error> {
+) -> Result<Option<bool>, kube::Error> {
     let current = leases.get_opt(&settings.name).await?;
     let act = election.act(current.as_ref().map(held), Instant::now());
     let written = match (act, current) {
-        (Act::Wait, _) => return Ok(false),
+        (Act::Wait, _) => return Ok(Some(false)),
         (_, None) => {
             let metadata =
                 ObjectMeta { name: Some(settings.name.clone()), ..ObjectMeta::default() };
@@ -167,8 +194,11 @@ async fn attempt(
         }
     };
     match written {
-        Ok(_) => Ok(true),
-        Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
+        Ok(_) => {
+            election.seen = None;
+            Ok(Some(true))
+        }
+        Err(kube::Error::Api(status)) if status.code == 409 => Ok(None),
         Err(error) => Err(error),
     }
 }

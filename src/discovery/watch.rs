@@ -37,6 +37,8 @@ pub async fn server(watch: Duration) -> anyhow::Result<kube::Config> {
     // An answer that stops in the middle is one that will not come.
     config.read_timeout = Some(watch + Duration::from_secs(10));
     config.reset_reader_on_write = true;
+    // It would hide a server that is away for minutes, and come back to it late.
+    config.default_retry = false;
     Ok(config)
 }
 
@@ -46,8 +48,10 @@ pub async fn server(watch: Duration) -> anyhow::Result<kube::Config> {
 /// The certificates of the server's configuration cannot be read.
 pub fn client(server: kube::Config, status: &Arc<SourceStatus>) -> anyhow::Result<Client> {
     let status = Arc::clone(status);
-    let heard = MapResponseLayer::new(move |response| {
-        if let Some(silent) = status.heard(Instant::now()) {
+    let heard = MapResponseLayer::new(move |response: http::Response<_>| {
+        if !is_away(response.status().as_u16())
+            && let Some(silent) = status.heard(Instant::now())
+        {
             tracing::info!(silent_seconds = silent.as_secs(), "Kubernetes answers again");
         }
         response
@@ -170,11 +174,17 @@ async fn run<K: Watchable>(
                 }
             }
             tokio::time::sleep(backoff.next(Instant::now())).await;
-            if refusal.is_some() {
+            // One that was restored from a backup says 504 to a version that it has not come to, and may for ever.
+            if refusal.is_some() || backoff.errors > PATIENCE {
                 break;
             }
         }
     }
+}
+
+/// Tells whether an answer is none: whoever stands before the server says so for it, or it has no time.
+fn is_away(status: u16) -> bool {
+    status >= 500 || status == 429
 }
 
 /// What the server itself said no with.
@@ -183,7 +193,7 @@ fn refusal(error: &watcher::Error) -> Option<&kube::core::Status> {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))
         | watcher::Error::WatchFailed(kube::Error::Api(status))
-        | watcher::Error::WatchError(status) => Some(status),
+        | watcher::Error::WatchError(status) => (!is_away(status.code)).then_some(&**status),
         watcher::Error::InitialListFailed(_)
         | watcher::Error::WatchStartFailed(_)
         | watcher::Error::WatchFailed(_)
@@ -197,6 +207,9 @@ fn advice(resource: &str, refused: &kube::core::Status) -> String {
     match refused.code {
         401 => format!("the API server does not know who we are: {said}"),
         403 => format!("its service account needs get, list and watch on {resource}: {said}"),
+        404 if resource == "inferenceobjectives" => {
+            format!("the API server has no {resource}; all requests have priority 0")
+        }
         404 => format!(
             "the API server has no {resource}: install the CRDs of the Gateway API Inference Extension (v1), or choose pods with --endpoint-selector and --endpoint-target-ports"
         ),
@@ -217,6 +230,9 @@ fn shown(error: &dyn std::error::Error) -> String {
     }
     text
 }
+
+/// Errors in a row after which a watch begins with a list again.
+const PATIENCE: u32 = 8;
 
 /// How long to wait after an error: longer each time, until it has been well for a while; never in step with others.
 #[derive(Debug, Default)]

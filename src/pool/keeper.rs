@@ -32,6 +32,10 @@ pub struct PoolKeeper {
     /// With full weights.
     members: Vec<Endpoint>,
     known: HashMap<EndpointId, Known>,
+    /// When the pool last came to be out of nothing.
+    founded: Option<Instant>,
+    /// When steps were last taken: all that warm up take theirs together, since each makes a new ring.
+    stepped: Option<Instant>,
 }
 
 /// What is remembered of an endpoint.
@@ -61,7 +65,15 @@ impl PoolKeeper {
     pub fn new(points: u32, warmup: Warmup) -> Self {
         let warmup = Warmup { steps: warmup.steps.max(1), ..warmup };
         let pool = Arc::new(PoolSnapshot::empty(points));
-        Self { points, warmup, pool, members: Vec::new(), known: HashMap::new() }
+        Self {
+            points,
+            warmup,
+            pool,
+            members: Vec::new(),
+            known: HashMap::new(),
+            founded: None,
+            stepped: None,
+        }
     }
 
     /// Returns the current state.
@@ -86,8 +98,12 @@ impl PoolKeeper {
         PoolSnapshot::check(&endpoints)?;
         let before = std::mem::replace(&mut self.members, endpoints);
         let was: HashSet<EndpointId> = before.iter().map(Endpoint::id).collect();
-        // Where nobody is warm, there is nothing to protect.
-        let at_work = before.iter().any(|it| self.step(it.id(), now) == self.warmup.steps);
+        if before.is_empty() {
+            self.founded = Some(now);
+        }
+        // The pods of a new pool become ready one after the other: they are all as cold as the first.
+        let founding = self.founded.is_some_and(|founded| now < founded + self.warmup.time);
+        let joined_at = (!before.is_empty() && !founding).then_some(now);
         let mut joined = Vec::new();
         let mut is = HashSet::with_capacity(self.members.len());
         for member in &self.members {
@@ -97,8 +113,11 @@ impl PoolKeeper {
                 continue;
             }
             joined.push(member.name.clone());
-            let fresh = Known { joined: at_work.then_some(now), left: None };
-            self.known.entry(id).or_insert(fresh).left = None;
+            let known = self.known.entry(id).or_insert(Known { joined: joined_at, left: None });
+            // It goes on from where it was: what it did not serve meanwhile did not warm it.
+            if let Some(left) = known.left.take() {
+                known.joined = known.joined.map(|joined| joined + now.duration_since(left));
+            }
         }
         let mut left = Vec::new();
         for endpoint in &before {
@@ -112,6 +131,13 @@ impl PoolKeeper {
         }
         #[expect(clippy::disallowed_methods, reason = "what goes does not depend on the order")]
         self.known.retain(|_, known| known.left.is_none_or(|left| now < left + REMEMBERED));
+        // Where nobody is warm there is nothing to protect, and the coldest must not get what the others leave.
+        let ids: Vec<EndpointId> = self.members.iter().map(Endpoint::id).collect();
+        if ids.iter().all(|id| self.step(*id, now) < self.warmup.steps) {
+            for id in &ids {
+                self.known.entry(*id).and_modify(|known| known.joined = None);
+            }
+        }
         Ok(Some(self.publish(joined, left, now)))
     }
 
@@ -121,7 +147,10 @@ impl PoolKeeper {
             debug_assert_eq!(member.name, current.name);
             self.weight(member, now) != current.weight
         });
-        due.then(|| self.publish(Vec::new(), Vec::new(), now))
+        due.then(|| {
+            self.stepped = Some(now);
+            self.publish(Vec::new(), Vec::new(), now)
+        })
     }
 
     /// Tells when the next step is due.
@@ -133,7 +162,9 @@ impl PoolKeeper {
             (step < self.warmup.steps)
                 .then(|| joined + self.warmup.time * step / (self.warmup.steps - 1))
         };
-        self.members.iter().filter_map(next).min()
+        let due = self.members.iter().filter_map(next).min()?;
+        let apart = self.warmup.time / (self.warmup.steps - 1).max(1);
+        Some(self.stepped.map_or(due, |stepped| due.max(stepped + apart)))
     }
 
     fn publish(&mut self, joined: Vec<String>, left: Vec<String>, now: Instant) -> Change {
@@ -212,13 +243,18 @@ mod tests {
         &pool.endpoint(pool.ring().home(key).unwrap()).name
     }
 
+    /// A pool that has been at work for long.
+    fn at_work(of: impl IntoIterator<Item = u8>) -> (PoolKeeper, Instant) {
+        let (mut keeper, start) = (PoolKeeper::new(100, WARMUP), start());
+        let change = keeper.update(endpoints(of), start).unwrap().unwrap();
+        assert_eq!(change.warming, 0);
+        assert_eq!(keeper.next_tick(start), None);
+        (keeper, start + WARMUP.time)
+    }
+
     #[test]
     fn the_first_endpoints_are_warm_and_a_newcomer_rises_in_steps() {
-        let (mut keeper, start) = (PoolKeeper::new(100, WARMUP), start());
-        let change = keeper.update(endpoints([1, 2]), start).unwrap().unwrap();
-        assert_eq!((change.joined.len(), change.warming), (2, 0));
-        assert_eq!(keeper.next_tick(start), None);
-
+        let (mut keeper, start) = at_work([1, 2]);
         let change = keeper.update(endpoints([1, 2, 3]), start).unwrap().unwrap();
         assert_eq!((change.joined, change.warming), (vec!["llm-3".to_owned()], 1));
         let mut seen = vec![weight_of(&change.pool, "llm-3").unwrap()];
@@ -235,8 +271,7 @@ mod tests {
 
     #[test]
     fn an_endpoint_that_flaps_is_as_warm_as_it_was_and_its_successor_is_not() {
-        let (mut keeper, start) = (PoolKeeper::new(100, WARMUP), start());
-        keeper.update(endpoints([1, 2]), start).unwrap();
+        let (mut keeper, start) = at_work([1, 2]);
         keeper.update(endpoints([1]), start).unwrap();
         let change = keeper.update(endpoints([1, 2]), start).unwrap().unwrap();
         assert_eq!(weight_of(&change.pool, "llm-2"), Some(1.0));
@@ -247,6 +282,51 @@ mod tests {
             (vec!["llm-2".to_owned()], vec!["llm-2".to_owned()])
         );
         assert_eq!(weight_of(&change.pool, "llm-2"), Some(0.1));
+    }
+
+    #[test]
+    fn time_away_warms_nobody() {
+        let (mut keeper, start) = at_work([1]);
+        let second = Duration::from_secs(1);
+        keeper.update(endpoints([1, 2]), start).unwrap();
+        keeper.update(endpoints([1]), start + second).unwrap();
+        let change = keeper.update(endpoints([1, 2]), start + 300 * second).unwrap().unwrap();
+        assert_eq!(weight_of(&change.pool, "llm-2"), Some(0.1));
+    }
+
+    #[test]
+    fn the_coldest_does_not_get_what_the_others_leave() {
+        // A StatefulSet of two is rolled: the second is replaced, and while it warms up the first goes.
+        let (mut keeper, start) = at_work([0, 1]);
+        let second = Duration::from_secs(1);
+        keeper.update(vec![endpoint(0, "old"), endpoint(1, "new")], start).unwrap();
+        let change = keeper.update(vec![endpoint(1, "new")], start + second).unwrap().unwrap();
+        assert_eq!(weight_of(&change.pool, "llm-1"), Some(1.0));
+        let both = vec![endpoint(0, "new"), endpoint(1, "new")];
+        let change = keeper.update(both, start + 6 * second).unwrap().unwrap();
+        assert_eq!(weight_of(&change.pool, "llm-0"), Some(0.1));
+        assert_eq!(weight_of(&change.pool, "llm-1"), Some(1.0));
+        // The pods of a new pool become ready one after the other.
+        let (mut keeper, start) = (PoolKeeper::new(100, WARMUP), self::start());
+        for n in 1..5 {
+            keeper.update(endpoints(0..n), start + u32::from(n) * second).unwrap();
+        }
+        assert!(keeper.pool().endpoints().iter().all(|it| it.weight == 1.0));
+    }
+
+    #[test]
+    fn all_that_warm_up_take_their_steps_together() {
+        let (mut keeper, start) = at_work([0]);
+        for n in 1..9 {
+            let now = start + Duration::from_secs(u64::from(n));
+            keeper.update(endpoints(0..=n), now).unwrap();
+        }
+        let (mut now, mut steps) = (start + Duration::from_secs(9), 0);
+        while let Some(next) = keeper.next_tick(now) {
+            now = next;
+            steps += u32::from(keeper.tick(now).is_some());
+        }
+        assert!(steps <= 11 && keeper.pool().weight() == 9.0, "{steps}");
     }
 
     #[test]
@@ -276,8 +356,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
         fn a_newcomer_takes_a_bounded_part_at_each_step_and_only_it_does(size in 2u8..20, salt: u64) {
-            let (mut keeper, start) = (PoolKeeper::new(100, WARMUP), start());
-            keeper.update(endpoints(0..size), start).unwrap();
+            let (mut keeper, start) = at_work(0..size);
             let keys: Vec<u64> = (0..2000u64).map(|i| hash::mix(salt, i)).collect();
             let mut before = keeper.pool();
             keeper.update(endpoints(0..=size), start).unwrap();

@@ -61,10 +61,10 @@ impl Placement {
         self.answers.get(&hash::hash(response_id.as_bytes())).copied()
     }
 
-    /// Returns the keys of the remembered conversations, the latest first.
+    /// Returns the keys of the remembered conversations, the latest first, at most so many.
     #[must_use]
-    pub fn conversations(&self) -> Vec<u64> {
-        self.served.iter().map(|(&conversation, _)| conversation).collect()
+    pub fn conversations(&self, most: usize) -> Vec<u64> {
+        self.served.iter().take(most).map(|(&conversation, _)| conversation).collect()
     }
 
     /// Counts the remembered conversations.

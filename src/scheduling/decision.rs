@@ -90,8 +90,8 @@ pub struct Trace {
     pub loads: Vec<(u32, Load)>,
     /// What the policy saw of the candidates' engines, where it looks at them and `loads` are there too.
     pub sights: Vec<(u32, Sight)>,
-    /// Tokens that answers lately had, on average, where the policy looks at it.
-    pub mean_output: f64,
+    /// Tokens that the answer was expected to have, where the policy looks at it.
+    pub output: f64,
     /// Requests of lately that begin as this one does, where the policy looks at it.
     pub hot: f64,
     /// What the policy did.

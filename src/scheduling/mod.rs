@@ -42,8 +42,8 @@ pub struct Cx<'a> {
     pub seed: u64,
     /// What is seen of the engines.
     pub sights: Sights<'a>,
-    /// Tokens that answers have lately had, on average.
-    pub mean_output: f64,
+    /// Tokens that the answer is expected to have: what answers lately had, within the request's own limit.
+    pub output: f64,
     /// Requests of lately that begin as this one does, fading within seconds.
     pub hot: f64,
     /// How much to write into the trace.
@@ -267,13 +267,6 @@ impl Cx<'_> {
         as_light
             .min_by_key(|&slot| tie(slot))
             .expect("a policy is called with at least one candidate")
-    }
-
-    /// Returns the tokens that the answer is expected to have.
-    #[must_use]
-    pub fn output(&self) -> f64 {
-        #[expect(clippy::cast_precision_loss, reason = "it is clamped far below 2^52")]
-        self.mean_output.min(self.max_tokens as f64)
     }
 
     /// Breaks ties by chance, but never by position: the seed mixed with the endpoint's own hash.

@@ -34,8 +34,8 @@ pub struct Scenario {
     pub destinations: NonZeroUsize,
     /// What was seen of the engines, by the names of their endpoints.
     pub sights: Vec<(String, Sight)>,
-    /// Tokens that answers lately had, on average.
-    pub mean_output: f64,
+    /// Tokens that the answer is expected to have.
+    pub output: f64,
     /// Requests of lately that begin as this one does.
     pub hot: f64,
 }
@@ -121,7 +121,7 @@ impl Scenario {
             sequence: self.sequence,
             seed: self.seed,
             sights: Sights::Recorded(&sights),
-            mean_output: self.mean_output,
+            output: self.output,
             hot: self.hot,
             detail: Detail::Full,
         };
@@ -161,7 +161,7 @@ impl Scenario {
             seed: 0,
             destinations: NonZeroUsize::MIN,
             sights: Vec::new(),
-            mean_output: 100.0,
+            output: 100.0,
             hot: 0.0,
         }
     }

@@ -130,7 +130,10 @@ impl Scheduler {
     pub fn adopt(&self, pool: Arc<PoolSnapshot>) {
         let mut state = self.lock();
         state.ledger.adopt(&pool);
-        state.pool = pool;
+        let before = std::mem::replace(&mut state.pool, pool);
+        drop(state);
+        // A ring of a large pool is not freed while requests wait.
+        drop(before);
     }
 
     /// Takes the priorities of objectives, by their names, as they are now.
@@ -152,10 +155,10 @@ impl Scheduler {
         (Arc::clone(&state.pool), slots.map(|slot| state.ledger.load(slot)).collect())
     }
 
-    /// Returns the keys of the conversations that are remembered.
+    /// Returns the keys of the conversations that were served last, at most so many.
     #[must_use]
-    pub fn conversations(&self) -> Vec<u64> {
-        self.lock().placement.conversations()
+    pub fn conversations(&self, most: usize) -> Vec<u64> {
+        self.lock().placement.conversations(most)
     }
 
     /// Counts the conversations that are remembered.
@@ -201,7 +204,7 @@ impl Scheduler {
             sequence: state.sequence - 1,
             seed,
             sights: Sights::Now { time: now, conversation, evidence },
-            mean_output: state.output.mean,
+            output: state.output.expected(request.max_tokens),
             hot: state.hot.of(prefix.or(conversation), now),
             detail,
         };
@@ -301,6 +304,11 @@ impl Default for Output {
 }
 
 impl Output {
+    fn expected(&self, limit: Option<u64>) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "it is bounded")]
+        limit.map_or(self.mean, |limit| self.mean.min(limit.min(MOST_TOKENS) as f64))
+    }
+
     fn learn(&mut self, generated: u64) {
         self.answers = self.answers.saturating_add(1);
         #[expect(clippy::cast_precision_loss, reason = "it is bounded")]
@@ -359,7 +367,7 @@ fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>) -> Flight {
     #[expect(clippy::cast_precision_loss, reason = "tokens stay far below 2^52")]
     let (prompt, cached) = (cx.prompt_tokens as f64, choice.cached as f64);
     let new = new_tokens(prompt, cached);
-    let output = cx.output();
+    let output = cx.output;
     let seconds = prices.first_token(new, cached, sight.answers, sight.contexts);
     // The pace is learned against what the prices say, and so must be what is promised.
     let promised = sight.backlog / sight.prompt_pace + seconds;

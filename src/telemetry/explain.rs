@@ -80,7 +80,7 @@ fn shared(trace: &Trace) -> pb::Record {
         }),
         model: trace.model.clone().unwrap_or_default(),
         priority: trace.priority,
-        mean_output: looked.then_some(trace.mean_output),
+        expected_output: looked.then_some(trace.output),
         hot: looked.then_some(trace.hot),
         prompt_tokens: trace.prompt_tokens,
         max_tokens: trace.max_tokens,

@@ -23,6 +23,8 @@ struct State {
     unreachable: Option<(Instant, String)>,
     /// What the server says no to, by resource.
     refused: BTreeMap<&'static str, String>,
+    /// Who holds the Lease, once that is known.
+    leader: Option<String>,
     relists: u64,
     errors: u64,
     absent: BTreeMap<&'static str, u64>,
@@ -105,6 +107,17 @@ impl SourceStatus {
         let mut state = self.lock();
         state.errors += 1;
         state.refused.insert(resource, error.to_owned()).as_deref() != Some(error)
+    }
+
+    /// Notes who holds the Lease.
+    pub fn led_by(&self, holder: String) {
+        self.lock().leader = Some(holder);
+    }
+
+    /// Returns who holds the Lease, if that is known.
+    #[must_use]
+    pub fn leader(&self) -> Option<String> {
+        self.lock().leader.clone()
     }
 
     /// Notes the pods of the pool that give no endpoint.

@@ -109,9 +109,14 @@ impl Rendering {
             let list = |key: &str| -> Vec<&str> {
                 rule[key].as_array().unwrap().iter().map(|it| it.as_str().unwrap()).collect()
             };
+            let named = rule["resourceNames"].as_array().map_or(String::new(), |names| {
+                let names: Vec<&str> = names.iter().map(|name| name.as_str().unwrap()).collect();
+                format!(" of {}", names.join(" "))
+            });
             for group in list("apiGroups") {
                 for resource in list("resources") {
-                    rights.push(format!("{group}/{resource}: {}", list("verbs").join(" ")));
+                    let verbs = list("verbs").join(" ");
+                    rights.push(format!("{group}/{resource}: {verbs}{named}"));
                 }
             }
         }
@@ -243,14 +248,17 @@ const RIGHTS: [&str; 4] = [
     "inference.networking.x-k8s.io/inferenceobjectives: get list watch",
     "llm-d.ai/inferenceobjectives: get list watch",
 ];
-/// The right that one of several needs besides.
-const LEASE: &str = "coordination.k8s.io/leases: get create update";
+/// The rights that one of several needs besides.
+const LEASE: [&str; 2] = [
+    "coordination.k8s.io/leases: create",
+    "coordination.k8s.io/leases: get update of epp-here-test-llm-ring.llm-d.ai",
+];
 
 #[test]
 fn rights_are_these_and_no_others() {
     let Some(chart) = Chart::get() else { return };
     assert_eq!(chart.render(&[]).rights(), RIGHTS);
-    assert_eq!(chart.set("replicas=2").rights(), [&RIGHTS[..], &[LEASE]].concat());
+    assert_eq!(chart.set("replicas=2").rights(), [&RIGHTS[..], &LEASE].concat());
     let by_labels = chart.set("pool.source=Labels").rights();
     assert_eq!(by_labels, [RIGHTS[0], RIGHTS[2], RIGHTS[3]], "no CRD is needed, nor a right to it");
     for (name, rendering) in chart.renderings() {

@@ -149,7 +149,7 @@ fn behind_a_self_signed_certificate_both_shapes_work() {
 fn a_gateway_that_speaks_something_else_is_named_in_the_log_at_its_first_try() {
     run(async {
         for (tls, said) in
-            [("off", "speaks TLS to this port"), ("self-signed", "speaks plain text to this port")]
+            [("off", "speaks TLS to a port"), ("self-signed", "speaks plain text to a port")]
         {
             let config = format!("tls: {{ mode: \"{tls}\" }}");
             let fronts = [Front { tls: tls == "off", ..ORIGINAL_DST }];

@@ -60,7 +60,7 @@ impl Scene {
             &namespace.name,
             "--kube-version",
             KUBE_VERSION,
-            "--set=replicas=2",
+            "--set=replicas=2,pool.name=pool",
             "--show-only=templates/rbac.yaml",
         ]));
         let (Some(0), rights, _) = rights else { panic!("{rights:?}") };
@@ -105,13 +105,23 @@ impl Scene {
 
     /// Sets a scene with pool and pods and waits until the picker knows them.
     async fn played(cluster: &Cluster, engines: u8) -> Option<(Self, Stage)> {
+        Self::played_with(cluster, engines, CONFIG, cluster.address()).await
+    }
+
+    /// The same with a configuration, for a picker that reaches the API server at an address.
+    async fn played_with(
+        cluster: &Cluster,
+        engines: u8,
+        config: &str,
+        at: SocketAddr,
+    ) -> Option<(Self, Stage)> {
         let scene = Self::set(cluster, engines).await?;
         scene.apply_pool(scene.port).await;
         for engine in 0..scene.engines.len() {
             scene.pod(engine).await;
         }
-        let kubeconfig = scene.kubeconfig(cluster, cluster.address());
-        let stage = scene.stage(CONFIG, &kubeconfig).await?;
+        let kubeconfig = scene.kubeconfig(cluster, at);
+        let stage = scene.stage(config, &kubeconfig).await?;
         stage.has(engines).await;
         Some((scene, stage))
     }
@@ -256,9 +266,15 @@ fn a_pool_is_waited_for_and_its_end_and_its_changes_are_followed() {
         scene.namespace.create(&other).await;
         scene.namespace.runs("other", "127.0.0.3", true).await;
         let pool = POOL.replace("PORT", &scene.port.to_string());
+        let stop = Arc::new(AtomicBool::new(false));
+        let client = tokio::spawn(keep_asking(stage.envoy.port, Arc::clone(&stop)));
         scene.namespace.apply(&pool.replace("app: engine", "app: other")).await.unwrap();
         stage.has(1).await;
         stage.serve(&["other"]).await;
+        // Until the pods of the new selector were known, those of the old one served.
+        stop.store(true, Ordering::Relaxed);
+        let (sent, failed) = client.await.unwrap();
+        assert!(sent > 2 && failed.is_empty(), "{sent} requests; {failed:?}");
 
         // Deleted, and made again.
         let delete = |name: &'static str| {
@@ -345,24 +361,53 @@ fn a_watch_that_goes_silent_without_a_byte_is_noticed() {
 fn a_server_that_is_gone_and_has_forgotten_is_listed_again() {
     run(async {
         let Some(mut cluster) = Cluster::start().await else { return };
-        let Some((scene, stage)) = Scene::played(&cluster, 3).await else { return };
-        let lists = stage.picker.metrics().await.sum("llm_ring_kubernetes_lists_total", "");
+        let mut relay = Relay::start(cluster.address());
+        let config = "kubernetes: { pool: pool, leader_election: true, lease_seconds: 3 }\n";
+        let played = Scene::played_with(&cluster, 3, config, relay.address()).await;
+        let Some((scene, stage)) = played else { return };
+        stage.says(200, "ready").await;
+        // Who leads goes on leading: nobody else can take the lease either, and it has long run out.
         cluster.stop().await;
+        stage.says(200, "routing on what was known").await;
+        tokio::time::sleep(Duration::from_secs(5)).await;
         stage.says(200, "routing on what was known").await;
         stage.serve(&["engine-2", "engine-3", "engine-4"]).await;
         cluster.start_again().await;
         scene.namespace.delete_now("engine-2").await;
         stage.has(2).await;
 
-        // Its watches are too old for it now.
+        // What it watches from is too old for the server now: only a list can tell it what it missed.
+        relay.cut().await;
+        stage.says(200, "Kubernetes has not answered for").await;
+        let lists = stage.picker.metrics().await.sum("llm_ring_kubernetes_lists_total", "");
+        scene.namespace.delete_now("engine-3").await;
         cluster.stop().await;
         cluster.compact().await;
         cluster.start_again().await;
-        scene.namespace.delete_now("engine-3").await;
+        relay.mend();
         stage.has(1).await;
         stage.serve(&["engine-4"]).await;
         assert!(stage.picker.metrics().await.sum("llm_ring_kubernetes_lists_total", "") > lists);
         stage.says(200, "ready\n1 endpoints").await;
+    });
+}
+
+#[test]
+fn objectives_of_the_older_group_count_where_the_newer_is_not_installed() {
+    run(async {
+        let Some(cluster) = Cluster::start().await else { return };
+        cluster.remove_crd("inferenceobjectives.llm-d.ai").await;
+        let Some((scene, stage)) = Scene::played(&cluster, 1).await else { return };
+        let objective =
+            "{ apiVersion: inference.networking.x-k8s.io/v1alpha2, kind: InferenceObjective,
+            metadata: { name: batch }, spec: { priority: -3, poolRef: { name: pool } } }";
+        scene.namespace.apply(objective).await.unwrap();
+        eventually("its priority", async || {
+            let call = chat("later").header("x-gateway-inference-objective", "batch");
+            assert_eq!(call.answer(stage.envoy.port).await.status, 200);
+            (stage.picker.record(&call.id).await["priority"] == -3).then_some(())
+        })
+        .await;
     });
 }
 
@@ -466,7 +511,7 @@ fn of_two_pickers_one_leads_and_the_other_takes_over() {
         first.says(200, "ready").await;
         let Some(second) = scene.stage(&config("second"), &kubeconfig).await else { return };
         second.has(2).await;
-        second.says(503, "another picker leads").await;
+        second.says(503, "not the leader: first holds the Lease").await;
         // It knows the pool all the while: an Envoy that still asks it gets an answer.
         second.serve(&["engine-2", "engine-3"]).await;
 
@@ -480,7 +525,7 @@ fn of_two_pickers_one_leads_and_the_other_takes_over() {
         // One that is asked to end gives it back, and nobody waits.
         let Some(third) = scene.stage(&config("third"), &kubeconfig).await else { return };
         third.has(2).await;
-        third.says(503, "another picker leads").await;
+        third.says(503, "not the leader: second holds the Lease").await;
         second.picker.process.signal("TERM");
         third.says(200, "ready").await;
         assert_eq!(second.picker.process.end().await.code(), Some(0));
@@ -506,6 +551,8 @@ fn a_newcomer_warms_up_and_it_is_told_how_many_conversations_move() {
             assert_eq!(call.answer(stage.envoy.port).await.status, 200);
         }
         stage.picker.reaches("llm_ring_remembered_conversations", "", 60.0).await;
+        // Who comes within the time of warming up is one of the founders, and they are all as cold.
+        tokio::time::sleep(Duration::from_secs(2)).await;
         scene.pod(2).await;
         stage.picker.reaches("llm_ring_warming_endpoints", "", 1.0).await;
         let joined = stage.picker.process.line("the change", |line| {
@@ -673,8 +720,9 @@ fn a_rolling_restart_of_the_picker_under_load_loses_no_request() {
         scene.pod(0).await;
         scene.pod(1).await;
         let kubeconfig = scene.kubeconfig(cluster, cluster.address());
-        let config = format!("{CONFIG}drain: {{ linger_seconds: 2 }}\n");
-        let mut picker = Picker::in_kubernetes(&config, &kubeconfig).await;
+        // As the chart's default with two replicas: one leads, all are replaced at once.
+        let config = "kubernetes: { pool: pool, leader_election: true, lease_seconds: 3 }\ndrain: { linger_seconds: 2 }\n";
+        let mut picker = Picker::in_kubernetes(config, &kubeconfig).await;
         picker.reaches("llm_ring_endpoints", "", 2.0).await;
         let service = Service::start(picker.grpc).await;
         let Some(tools) = Tools::get() else { return };
@@ -686,7 +734,7 @@ fn a_rolling_restart_of_the_picker_under_load_loses_no_request() {
             clients.spawn(keep_asking(envoy.port, Arc::clone(&stop)));
         }
         for _ in 0..3 {
-            let next = Picker::in_kubernetes(&config, &kubeconfig).await;
+            let next = Picker::in_kubernetes(config, &kubeconfig).await;
             next.reaches("llm_ring_endpoints", "", 2.0).await;
             picker.process.signal("TERM");
             // The Service learns of it a moment later.

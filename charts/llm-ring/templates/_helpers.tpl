@@ -78,7 +78,15 @@ llm-ring/pool: {{ include "llm-ring.poolName" . }}
 {{- end -}}
 {{- $_ := set $config "tls" (dict "mode" "files" "cert" "/etc/llm-ring-tls/tls.crt" "key" "/etc/llm-ring-tls/tls.key") -}}
 {{- end -}}
+{{- if include "llm-ring.leaderElection" . -}}
+{{- $_ := set $config "kubernetes" (merge (dict "lease" (include "llm-ring.lease" .)) (default dict $config.kubernetes)) -}}
+{{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* The Lease that pickers elect their leader by. */}}
+{{- define "llm-ring.lease" -}}
+{{- dig "kubernetes" "lease" "" .Values.config | default (printf "epp-%s-%s.llm-d.ai" .Release.Namespace (include "llm-ring.poolName" .)) -}}
 {{- end -}}
 
 {{/* Whether the picker's port 9002 speaks TLS: "true" or nothing. */}}

@@ -93,7 +93,7 @@ impl Policy for MarginalCost {
         let case = Case {
             prices: cx.ledger.prices(),
             prompt,
-            output: cx.output(),
+            output: cx.output,
             waiting: sights.iter().map(|(_, sight)| sight.waiting).sum::<f64>() / n,
             hot: cx.hot / n,
         };
@@ -121,7 +121,7 @@ impl Policy for MarginalCost {
             });
         }
         if !trace.loads.is_empty() {
-            trace.mean_output = cx.mean_output;
+            trace.output = cx.output;
             trace.hot = cx.hot;
             trace.sights.clone_from(&sights);
         }

@@ -160,6 +160,17 @@ impl Cluster {
         ask("/v3/kv/compaction", json!({ "revision": now, "physical": true })).await;
     }
 
+    /// Takes a CRD away, and waits until it is not served any more.
+    pub(crate) async fn remove_crd(&self, name: &str) {
+        let crds: Api<CustomResourceDefinition> = Api::all(self.client());
+        let crd = within("a CRD", crds.get(name)).await.unwrap();
+        drop(within("its end", crds.delete(name, &DeleteParams::default())).await.unwrap());
+        patiently(START, "its kind to be gone", async || {
+            (!is_served(&self.client, &crd).await).then_some(())
+        })
+        .await;
+    }
+
     async fn is_ready(&self) {
         patiently(START, "the API server to be ready", async || {
             assert!(self.etcd.ended().is_none(), "etcd ended early");

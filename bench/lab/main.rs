@@ -1,0 +1,3 @@
+//! `llm-ring-lab`: policies beside each other, on the same traffic and simulated engines.
+
+fn main() {}
