@@ -187,7 +187,7 @@ where
             .axis_desc_style(regular(12.0))
             .label_style(regular(11.0))
             .x_label_formatter(&|value| short(*value))
-            .y_label_formatter(&|share| format!("{:.0}", share * 100.0))
+            .y_label_formatter(&|share: &f64| format!("{:.0}", *share * 100.0))
             .y_labels(6)
             .draw()?;
         if let Some((at, label)) = &axes.marked {

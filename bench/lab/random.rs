@@ -199,7 +199,6 @@ mod tests {
     /// What Python 3.11 prints for `random() × 3, uniform(2, 5), expovariate(16), gauss(0, .15), gauss(1, 2),
     /// lognormvariate(3, .5), choices(range(4), weights=[6, 3, 2, 1])[0], choice([10, ..., 70]), randint(8, 14),
     /// randrange(8)`.
-    #[expect(clippy::type_complexity, reason = "a row of a table")]
     fn python() -> Vec<(Random, [f64; 8], [usize; 4])> {
         let number = Random::new;
         let text = Random::from_text;

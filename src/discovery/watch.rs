@@ -263,6 +263,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_stands_before_a_server_that_is_away_does_not_speak_for_it() {
+        let of = |code| {
+            let status = kube::core::Status { code, ..kube::core::Status::default() };
+            watcher::Error::WatchStartFailed(kube::Error::Api(Box::new(status)))
+        };
+        for (code, is_refusal) in [
+            (401, true),
+            (403, true),
+            (404, true),
+            (410, true),
+            (429, false),
+            (500, false),
+            (503, false),
+            (504, false),
+        ] {
+            assert_eq!(refusal(&of(code)).is_some(), is_refusal, "{code}");
+        }
+        assert!(refusal(&watcher::Error::NoResourceVersion).is_none());
+    }
+
+    #[test]
     fn errors_that_go_on_are_waited_for_longer_and_never_long() {
         let (mut backoff, mut now) = (Backoff::default(), Instant::now());
         let mut waited = Duration::ZERO;
