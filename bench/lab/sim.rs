@@ -891,7 +891,7 @@ mod tests {
         };
         let work = |speeds: &str| {
             let run = run_with(&point(speeds), "lmetric-q", 1, Knobs::default());
-            run.endpoints[1].seconds / run.endpoints[0].seconds
+            run.endpoints[1].prefill_tokens as f64 / run.endpoints[0].prefill_tokens as f64
         };
         assert!((work("[1, 1]") - 1.0).abs() < 0.1);
         assert!(work("[1, 3]") > 1.5);

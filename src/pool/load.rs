@@ -257,6 +257,7 @@ mod tests {
     fn book(ledger: &mut LoadLedger, slot: u32, prefill: u64, decode: u64) -> Ticket {
         let flight = Flight {
             conversation: None,
+            prefix: None,
             prompt: 1.0,
             output: 1.0,
             seconds: 1.0,

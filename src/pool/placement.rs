@@ -7,7 +7,7 @@ use lru::LruCache;
 use super::{EndpointId, MOST_TOKENS, Outcome, PromptSize};
 use crate::index::hash;
 
-/// Where a conversation was last served.
+/// Where a conversation was served.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Placed {
     /// The endpoint that served it.
@@ -23,7 +23,8 @@ pub struct Placed {
 /// The bounded memory: conversations by key, least recently served forgotten first.
 #[derive(Debug)]
 pub struct Placement {
-    served: LruCache<u64, Placed>,
+    /// The endpoints that served each conversation, the latest first.
+    served: LruCache<u64, Vec<Placed>>,
     /// Responses API: the conversation that an answer's id belongs to, so that `previous_response_id`, which
     /// changes with every turn, leads back to it.
     answers: LruCache<u64, u64>,
@@ -53,7 +54,13 @@ impl Placement {
 
     /// Returns where `conversation` was last served.
     pub fn find(&mut self, conversation: u64) -> Option<Placed> {
-        self.served.get(&conversation).copied()
+        self.served.get(&conversation)?.first().copied()
+    }
+
+    /// Returns all places where it was served, as far as they are remembered, the latest first.
+    #[must_use]
+    pub fn places(&self, conversation: u64) -> &[Placed] {
+        self.served.peek(&conversation).map_or(&[], Vec::as_slice)
     }
 
     /// Returns the conversation whose answer had this id.
@@ -95,7 +102,8 @@ impl Placement {
         }
         let usage = &outcome.usage;
         let prompt = usage.prompt_tokens.unwrap_or(estimated).min(MOST_TOKENS);
-        let before = self.served.peek(&conversation).filter(|placed| placed.endpoint == endpoint);
+        let places = self.served.get_or_insert_mut(conversation, Vec::new);
+        let before = places.iter().find(|placed| placed.endpoint == endpoint);
         let kept = match (before, usage.cached_tokens) {
             (Some(before), Some(cached)) => {
                 let expected = before.held.min(prompt);
@@ -110,12 +118,17 @@ impl Placement {
         };
         let held = prompt + usage.completion_tokens.unwrap_or(0).min(MOST_TOKENS);
         let counted = usage.prompt_tokens.filter(|_| !size.unread).map(|_| (size, prompt));
-        self.served.put(conversation, Placed { endpoint, held, kept, counted });
+        places.retain(|placed| placed.endpoint != endpoint);
+        places.insert(0, Placed { endpoint, held, kept, counted });
+        places.truncate(PLACES);
         if let Some(id) = &usage.response_id {
             self.answers.put(hash::hash(id.as_bytes()), conversation);
         }
     }
 }
+
+/// Places remembered of one conversation. A chat has one or two; a prompt that many share has as many as it is hot.
+const PLACES: usize = 8;
 
 /// From this share on a conversation counts as wholly kept: the last answer's tokens are often formatted anew.
 const NEARLY_ALL: f64 = 0.9;

@@ -14,6 +14,8 @@ const PACE_BOUND: f64 = 3.0;
 pub struct Flight {
     /// The conversation, by its place on the ring.
     pub conversation: Option<u64>,
+    /// What begins as its prompt does, as far as to its middle.
+    pub prefix: Option<u64>,
     /// Tokens of its prompt.
     pub prompt: f64,
     /// Tokens that it is expected to generate.
@@ -171,11 +173,21 @@ impl EngineQueue {
         (self.backlog * pace - (head.seconds * pace).min(passed)).max(0.0)
     }
 
-    /// Returns the tokens that will be in the cache of what waits here, of a prompt of this conversation.
+    /// Returns the tokens of a prompt that will be in the cache when what waits here has been computed: a prompt of the
+    /// same conversation whole, and of one that begins alike the half that is known to be alike.
     #[must_use]
-    pub fn coming(&self, conversation: u64) -> f64 {
-        let ours = self.waiting.iter().filter(|(_, it)| it.conversation == Some(conversation));
-        ours.map(|(_, it)| it.prompt).fold(0.0, f64::max)
+    pub fn coming(&self, conversation: Option<u64>, prefix: Option<u64>, prompt: f64) -> f64 {
+        let same = |a: Option<u64>, b: Option<u64>| a.is_some() && a == b;
+        let tokens = |it: &Flight| {
+            if same(it.conversation, conversation) {
+                it.prompt
+            } else if same(it.prefix, prefix) {
+                it.prompt.min(prompt) * 0.5
+            } else {
+                0.0
+            }
+        };
+        self.waiting.iter().map(|(_, it)| tokens(it)).fold(0.0, f64::max)
     }
 
     /// Returns the tokens of all prompts that wait.
@@ -279,6 +291,7 @@ mod tests {
     fn flight(seconds: f64) -> Flight {
         Flight {
             conversation: Some(7),
+            prefix: Some(1),
             prompt: 100.0,
             output: 20.0,
             seconds,
@@ -299,7 +312,14 @@ mod tests {
         assert!((queue.backlog(at(11.0), 1.0) - 4.0).abs() < 1e-9);
         // A head that takes longer than promised is as good as done, and no more than that.
         assert!((queue.backlog(at(99.0), 1.0) - 3.0).abs() < 1e-9);
-        assert!((queue.coming(7) - 100.0).abs() < 1e-9 && queue.coming(8) == 0.0);
+        for (conversation, prefix, coming) in [
+            (Some(7), None, 100.0),
+            (Some(8), Some(1), 40.0),
+            (Some(8), Some(2), 0.0),
+            (None, None, 0.0),
+        ] {
+            assert!((queue.coming(conversation, prefix, 80.0) - coming).abs() < 1e-9);
+        }
         queue.first_token(&mut first, 0.1, at(12.0), &mut pool);
         assert_eq!((queue.waiting(), queue.answers()), (1, 1));
         assert!((queue.backlog(at(13.0), 1.0) - 2.0).abs() < 1e-9);

@@ -36,6 +36,8 @@ pub struct Cx<'a> {
     pub max_tokens: u64,
     /// Where the conversation was last served, if that endpoint may be chosen.
     pub placed: Option<(u32, Placed)>,
+    /// All places where it was served, as far as they are remembered.
+    pub places: &'a [Placed],
     /// Counts the decisions since the start.
     pub sequence: u64,
     /// A value drawn for this decision: the only chance there is.
@@ -59,6 +61,8 @@ pub enum Sights<'a> {
         time: Duration,
         /// The conversation's place on the ring, if the request belongs to one.
         conversation: Option<u64>,
+        /// What begins as this prompt does.
+        prefix: Option<u64>,
         /// What the engines say.
         evidence: Evidence<'a>,
     },
@@ -185,18 +189,21 @@ impl Cx<'_> {
     #[must_use]
     pub fn sight(&self, slot: u32) -> Sight {
         let at = slot as usize;
-        let (time, conversation, evidence) = match self.sights {
+        let (time, conversation, prefix, evidence) = match self.sights {
             Sights::Recorded(sights) => return sights.get(at).copied().unwrap_or_default(),
-            Sights::Now { time, conversation, evidence } => (time, conversation, evidence),
+            Sights::Now { time, conversation, prefix, evidence } => {
+                (time, conversation, prefix, evidence)
+            }
         };
         let mut sight = self.ledger.sight(slot, time);
         #[expect(clippy::cast_precision_loss, reason = "tokens and requests stay far below 2^52")]
         {
-            let placed = self.placed.filter(|(placed, _)| *placed == slot);
-            let remembered = placed.map_or(0, |(_, placed)| placed.cached()) as f64;
+            let placed = self.places.iter().find(|it| it.endpoint == self.pool.ids()[at]);
+            let remembered = placed.map_or(0, Placed::cached) as f64;
             let cached = evidence.cached.get(at).map_or(remembered, |&tokens| tokens as f64);
             // What waits there is computed before this request is.
-            let coming = conversation.map_or(0.0, |it| self.ledger.queue(slot).coming(it));
+            let coming =
+                self.ledger.queue(slot).coming(conversation, prefix, self.prompt_tokens as f64);
             sight.cached = cached.max(coming).min(self.prompt_tokens as f64);
             sight.stuck = evidence.waiting.get(at).map_or(0.0, |&requests| requests as f64);
         }

@@ -118,6 +118,7 @@ impl Scenario {
             prompt_tokens: self.prompt_tokens,
             max_tokens: self.max_tokens,
             placed,
+            places: &[],
             sequence: self.sequence,
             seed: self.seed,
             sights: Sights::Recorded(&sights),

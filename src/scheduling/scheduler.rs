@@ -201,9 +201,10 @@ impl Scheduler {
             prompt_tokens: estimate.tokens,
             max_tokens,
             placed,
+            places: conversation.map_or(&[], |key| state.placement.places(key)),
             sequence: state.sequence - 1,
             seed,
-            sights: Sights::Now { time: now, conversation, evidence },
+            sights: Sights::Now { time: now, conversation, prefix, evidence },
             output: state.output.expected(request.max_tokens),
             hot: state.hot.of(prefix.or(conversation), now),
             detail,
@@ -220,7 +221,7 @@ impl Scheduler {
         let choice = choose(&*self.settings.policy, &cx, conversation.is_some(), &mut trace);
         let targets = targets(&cx, choice.slot, self.settings.destinations);
         let prefill = estimate.tokens.saturating_sub(choice.cached).max(1);
-        let flight = flight(&cx, &choice, conversation);
+        let flight = flight(&cx, &choice, conversation, prefix);
         let ticket =
             state.ledger.book(choice.slot, Work { prefill, decode: max_tokens }, flight, now);
         state.hot.count(prefix.or(conversation), now);
@@ -362,7 +363,7 @@ impl State {
 }
 
 /// Says what a request brings to the queue that it was chosen for.
-fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>) -> Flight {
+fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>, prefix: Option<u64>) -> Flight {
     let (sight, prices) = (cx.sight(choice.slot), cx.ledger.prices());
     #[expect(clippy::cast_precision_loss, reason = "tokens stay far below 2^52")]
     let (prompt, cached) = (cx.prompt_tokens as f64, choice.cached as f64);
@@ -372,7 +373,7 @@ fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>) -> Flight {
     // The pace is learned against what the prices say, and so must be what is promised.
     let promised = sight.backlog / sight.prompt_pace + seconds;
     let work = prices.prompt(new, cached) + output * (prices.decode + prices.context * prompt);
-    Flight { conversation, prompt, output, seconds, promised, work }
+    Flight { conversation, prefix, prompt, output, seconds, promised, work }
 }
 
 /// Returns the tokens of a prompt that have to be computed: engines compute at least a block.
