@@ -7,7 +7,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 say "format and lints"
 cargo fmt --check
-cargo clippy --quiet --all-targets -- -D warnings
+cargo clippy --quiet --features lab --all-targets -- -D warnings
 
 say "real parts: Envoy, llama.cpp, a tiny model, an OTLP collector, Kubernetes (set up once, then cached)"
 python3 bench/demo/parts.py --collector --kubernetes
@@ -16,4 +16,4 @@ say "demo driver"
 python3 bench/demo/test_demo.py
 
 say "tests"
-cargo test --no-fail-fast --lib --test it
+cargo test --no-fail-fast --features lab --lib --test it --bin llm-ring-lab

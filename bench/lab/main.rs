@@ -137,7 +137,7 @@ struct Seeds(Vec<u64>);
 
 fn seeds(text: &str) -> Result<Seeds, String> {
     let wrong = || format!("`{text}` is no list of seeds such as 1..5 or 1,4,9");
-    let number = |text: &str| text.trim().parse::<u64>().or_else(|_| Err(wrong()));
+    let number = |text: &str| text.trim().parse::<u64>().or(Err(wrong()));
     let seeds = match text.split_once("..") {
         Some((first, last)) => (number(first)?..=number(last.trim_start_matches('='))?).collect(),
         None => text.split(',').map(number).collect::<Result<Vec<u64>, String>>()?,
@@ -191,19 +191,9 @@ impl Runs {
     fn run(&self) -> Result<()> {
         let (runs, closed) = self.make()?;
         let command = command_line();
-        report::write(&self.out, &self.study(&runs, &closed, &command, None))?;
+        report::write(&self.out, &study(&runs, &closed, &command, None))?;
         println!("{}", self.out.join("summary.md").display());
         Ok(())
-    }
-
-    fn study<'a>(
-        &self,
-        runs: &'a [Measured],
-        closed: &'a BTreeSet<String>,
-        command: &'a str,
-        policy: Option<&'a str>,
-    ) -> Study<'a> {
-        Study { runs, closed, version: env!("CARGO_PKG_VERSION"), command, policy }
     }
 
     /// Makes the runs that are missing; also returns the workloads whose clients wait for answers.
@@ -250,6 +240,15 @@ impl Runs {
     }
 }
 
+fn study<'a>(
+    runs: &'a [Measured],
+    closed: &'a BTreeSet<String>,
+    command: &'a str,
+    policy: Option<&'a str>,
+) -> Study<'a> {
+    Study { runs, closed, version: env!("CARGO_PKG_VERSION"), command, policy }
+}
+
 fn key(workload: &str, point: &Point, policy: &str, seed: u64, knobs: Knobs) -> Key {
     let parameters = serde_json::json!({ "workload": format!("{point:?}"), "signals": knobs });
     Key { workload: workload.to_owned(), policy: policy.to_owned(), seed, parameters }
@@ -273,7 +272,7 @@ impl Compare {
         if !self.runs.policy.contains(of) {
             bail!("--of {of} is none of --policy {}", self.runs.policy.join(" "));
         }
-        let study = self.runs.study(&runs, &closed, &command, Some(of));
+        let study = study(&runs, &closed, &command, Some(of));
         report::write(&self.runs.out, &study)?;
         match self.format {
             Format::Text => print!("{}", report::compare(&study, of)?),

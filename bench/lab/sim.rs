@@ -743,7 +743,7 @@ mod tests {
     use crate::workload::tests::{inline, library, traces};
 
     fn run_with(point: &Point, policy: &str, seed: u64, knobs: Knobs) -> Run {
-        let traces = Traces::new(traces().unwrap_or_default());
+        let traces = Traces::new(std::env::var_os("LLM_RING_TRACES").unwrap_or_default());
         run(point, (policy, seed), &traces, knobs, |setup| rivals::build(policy, setup)).unwrap()
     }
 
