@@ -109,8 +109,8 @@ impl Source {
         // Without a lease there is nothing to wait for.
         let released = elected.then_some(released);
         let (members, mut updates) = channel::channel(None::<Vec<Endpoint>>);
-        if let Self::Kubernetes(_) = &self {
-            status.expect("pods");
+        if let Self::Kubernetes(kubernetes) = &self {
+            kubernetes.settings.expect(&status);
         }
         let (ends, ended) = oneshot::channel::<()>();
         let following =

@@ -136,6 +136,14 @@ impl Selected {
 }
 
 impl Settings {
+    /// Says what has to be listed before there is a pool: to be called before anybody asks.
+    pub fn expect(&self, status: &SourceStatus) {
+        status.expect(PODS);
+        if matches!(self.choice, Choice::Pool(_)) {
+            status.expect(POOLS);
+        }
+    }
+
     /// Says where to watch.
     pub(super) fn place(&self, client: Client, status: &Arc<SourceStatus>) -> Place {
         let (namespace, status) = (self.namespace.clone(), Arc::clone(status));
@@ -145,10 +153,8 @@ impl Settings {
 
 impl Following {
     fn start(&mut self) -> Option<Watch<InferencePool>> {
-        self.status.expect(PODS);
         match self.settings.choice.clone() {
             Choice::Pool(name) => {
-                self.status.expect(POOLS);
                 let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
                 Some(self.place.watch(POOLS, config))
             }

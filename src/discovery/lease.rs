@@ -15,6 +15,7 @@ use kube::api::PostParams;
 use kube::{Api, Client};
 use tokio::sync::watch;
 
+use super::watch::is_away;
 use crate::telemetry::source::SourceStatus;
 
 /// How a lease is held.
@@ -112,7 +113,7 @@ pub async fn hold(
                 }
                 // Another wrote at the same time: what it wrote is to be read.
                 Ok(Ok(None)) => wait = retry / 10,
-                Ok(Err(kube::Error::Api(refused))) if refused.code < 500 && refused.code != 429 => {
+                Ok(Err(kube::Error::Api(refused))) if !is_away(refused.code) => {
                     let text = advice(&refused);
                     if status.refused(LEASES, &text) {
                         tracing::warn!(

@@ -183,7 +183,7 @@ async fn run<K: Watchable>(
 }
 
 /// Tells whether an answer is none: whoever stands before the server says so for it, or it has no time.
-fn is_away(status: u16) -> bool {
+pub(super) fn is_away(status: u16) -> bool {
     status >= 500 || status == 429
 }
 

@@ -122,13 +122,13 @@ impl PoolSnapshot {
     }
 
     /// Finds the slots that an entry of a subset hint means: port 0 is any port of its address.
-    #[must_use]
-    pub fn slots_at(&self, address: SocketAddr) -> Vec<u32> {
-        if address.port() != 0 {
-            return self.slot_at(address).into_iter().collect();
-        }
-        let slots = (0u32..).zip(&self.endpoints);
-        slots.filter(|(_, it)| it.address.ip() == address.ip()).map(|(slot, _)| slot).collect()
+    pub fn slots_at(&self, address: SocketAddr) -> impl Iterator<Item = u32> + '_ {
+        let is_there = move |endpoint: &Endpoint| endpoint.address.ip() == address.ip();
+        let any = (address.port() == 0).then(|| {
+            let slots = (0u32..).zip(&self.endpoints);
+            slots.filter(move |(_, endpoint)| is_there(endpoint)).map(|(slot, _)| slot)
+        });
+        self.slot_at(address).into_iter().chain(any.into_iter().flatten())
     }
 
     /// Counts the keys whose home on the ring is another endpoint in `after`, or another life of the same.

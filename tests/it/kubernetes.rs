@@ -296,15 +296,9 @@ fn a_pool_is_waited_for_and_its_end_and_its_changes_are_followed() {
 fn what_happens_while_the_watch_is_down_is_not_missed() {
     run(async {
         let Some(cluster) = Cluster::shared().await else { return };
-        let Some(scene) = Scene::set(cluster, 3).await else { return };
-        scene.apply_pool(scene.port).await;
-        for engine in 0..3 {
-            scene.pod(engine).await;
-        }
         let mut relay = Relay::start(cluster.address());
-        let kubeconfig = scene.kubeconfig(cluster, relay.address());
-        let Some(stage) = scene.stage(CONFIG, &kubeconfig).await else { return };
-        stage.has(3).await;
+        let played = Scene::played_with(cluster, 3, CONFIG, relay.address()).await;
+        let Some((scene, stage)) = played else { return };
 
         relay.cut().await;
         scene.namespace.delete_now("engine-2").await;
@@ -338,15 +332,10 @@ fn what_happens_while_the_watch_is_down_is_not_missed() {
 fn a_watch_that_goes_silent_without_a_byte_is_noticed() {
     run(async {
         let Some(cluster) = Cluster::shared().await else { return };
-        let Some(scene) = Scene::set(cluster, 2).await else { return };
-        scene.apply_pool(scene.port).await;
-        scene.pod(0).await;
-        scene.pod(1).await;
         let mut relay = Relay::start(cluster.address());
-        let kubeconfig = scene.kubeconfig(cluster, relay.address());
         let config = "kubernetes: { pool: pool, watch_seconds: 2 }\n";
-        let Some(stage) = scene.stage(config, &kubeconfig).await else { return };
-        stage.has(2).await;
+        let played = Scene::played_with(cluster, 2, config, relay.address()).await;
+        let Some((scene, stage)) = played else { return };
         relay.freeze().await;
         scene.namespace.delete_now("engine-2").await;
         stage.says(200, "Kubernetes has not answered for").await;
@@ -497,17 +486,14 @@ fn rights_that_are_missing_are_named_and_can_be_given_later() {
 fn of_two_pickers_one_leads_and_the_other_takes_over() {
     run(async {
         let Some(cluster) = Cluster::shared().await else { return };
-        let Some(scene) = Scene::set(cluster, 2).await else { return };
-        scene.apply_pool(scene.port).await;
-        scene.pod(0).await;
-        scene.pod(1).await;
-        let kubeconfig = scene.kubeconfig(cluster, cluster.address());
         let config = |identity: &str| {
             format!(
                 "kubernetes: {{ pool: pool, leader_election: true, lease_seconds: 3, identity: {identity} }}\n"
             )
         };
-        let Some(first) = scene.stage(&config("first"), &kubeconfig).await else { return };
+        let played = Scene::played_with(cluster, 2, &config("first"), cluster.address()).await;
+        let Some((scene, first)) = played else { return };
+        let kubeconfig = scene.kubeconfig(cluster, cluster.address());
         first.says(200, "ready").await;
         let Some(second) = scene.stage(&config("second"), &kubeconfig).await else { return };
         second.has(2).await;

@@ -101,17 +101,19 @@ impl Policy for MarginalCost {
             .iter()
             .map(|(slot, sight)| self.terms(&case, sight, cx.relative_weight(*slot)))
             .collect();
-        let least = terms.iter().map(Terms::total).fold(f64::INFINITY, f64::min);
-        let is_least = |slot: &u32| {
-            let index = sights.binary_search_by_key(slot, |(slot, _)| *slot);
-            index.is_ok_and(|index| terms[index].total() <= least)
-        };
+        let totals: Vec<f64> = terms.iter().map(Terms::total).collect();
+        let least = totals.iter().copied().fold(f64::INFINITY, f64::min);
+        let index_of = |slot: u32| sights.binary_search_by_key(&slot, |(slot, _)| *slot).ok();
         // Pickers that see the same decide the same.
+        let is_least = |&slot: &u32| index_of(slot).is_some_and(|index| totals[index] <= least);
         let slot = cx.ring_order().find(is_least).unwrap_or_else(|| cx.home());
-        let mut ranked: Vec<usize> = (0..sights.len()).collect();
-        ranked.sort_by(|&a, &b| terms[a].total().total_cmp(&terms[b].total()));
         // The chosen one first, also where it is one of several that cost the same.
-        ranked.sort_by_key(|&index| sights[index].0 != slot);
+        let mut ranked: Vec<usize> = (0..sights.len()).collect();
+        let is_other = |index: usize| sights[index].0 != slot;
+        ranked.sort_by(|&a, &b| {
+            is_other(a).cmp(&is_other(b)).then_with(|| totals[a].total_cmp(&totals[b]))
+        });
+        let cached = whole(sights[ranked[0]].1.cached);
         for index in ranked.into_iter().take(SHOWN) {
             let (endpoint, sight) = sights[index];
             trace.steps.push(Step::Costs {
@@ -123,10 +125,8 @@ impl Policy for MarginalCost {
         if !trace.loads.is_empty() {
             trace.output = cx.output;
             trace.hot = cx.hot;
-            trace.sights.clone_from(&sights);
+            trace.sights = sights;
         }
-        let chosen = sights.iter().find(|(candidate, _)| *candidate == slot);
-        let cached = chosen.map_or(0, |(_, sight)| whole(sight.cached));
         Choice { slot, reason: Reason::LowestCost, cached }
     }
 
