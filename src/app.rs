@@ -22,7 +22,7 @@ use crate::config::{Config, TlsMode};
 use crate::ext_proc::exchange::ExchangeSettings;
 use crate::ext_proc::request::ReadOptions;
 use crate::ext_proc::server::{Limits, Parts, Picker};
-use crate::scheduling::{Admission, Detail, Scheduler, Settings};
+use crate::scheduling::{Admission, Detail, HoldSettings, Scheduler, Settings};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::observer::Observer;
 use crate::telemetry::source::SourceStatus;
@@ -97,6 +97,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         limits: limits(&config),
         explain_headers: config.answers.explain_headers,
         detail: if config.log.full_detail { Detail::Full } else { Detail::Normal },
+        hold: hold(&config),
     });
     let grpc = Server::builder()
         .initial_stream_window_size(config.server.stream_window_bytes.get())
@@ -234,6 +235,18 @@ pub fn settings(config: &Config) -> anyhow::Result<Settings> {
             .ok()
             .and_then(NonZeroUsize::new)
             .unwrap_or(NonZeroUsize::MIN),
+    })
+}
+
+/// Makes the settings of late binding of a configuration; `None` where it is off.
+#[must_use]
+pub fn hold(config: &Config) -> Option<HoldSettings> {
+    let hold = &config.hold;
+    (hold.backlog_ms.get() > 0).then(|| HoldSettings {
+        backlog: Duration::from_millis(hold.backlog_ms.get().into()),
+        longest: Duration::from_millis(hold.longest_ms.get().into()),
+        most: usize::try_from(hold.requests.get()).unwrap_or(usize::MAX),
+        retry_after: Duration::from_secs(config.admission.retry_after_seconds.into()),
     })
 }
 

@@ -14,9 +14,10 @@ use llm_ring::pool::{
     Conversation, Ending, Endpoint, InferenceRequest, KeySource, Outcome, PoolKeeper, PoolSnapshot,
     PromptSize, Usage, Warmup,
 };
-use llm_ring::scheduling::{Booking, Detail, Evidence, Moment, POLICIES, Scheduler};
+use llm_ring::scheduling::{Booking, Decided, Detail, Evidence, Hold, Moment, POLICIES, Scheduler};
 
 use super::random::Random;
+use super::rivals::UnderWay;
 use super::sim::{Router, Setup, World};
 use super::workload::Request;
 
@@ -27,7 +28,12 @@ struct Sees {
     events: bool,
     /// Polled metrics: KV use, and requests that wait.
     metrics: bool,
+    /// Requests wait for an endpoint to have less to do.
+    hold: bool,
 }
+
+/// What `+hold` switches on.
+const HOLD: &str = "{backlog_ms: 300, longest_ms: 10000, requests: 1000000}";
 
 /// The picker's own scheduler.
 pub(crate) struct Production {
@@ -37,8 +43,11 @@ pub(crate) struct Production {
     /// How often each endpoint has been there: a new life has a new instance.
     lives: Vec<u32>,
     sees: Sees,
+    /// What events have not said yet: blocks of prompts that are on their way.
+    under_way: UnderWay,
     random: Random,
     bookings: HashMap<usize, Booking>,
+    hold: Option<Hold<usize>>,
 }
 
 /// Builds a policy of this repository; `None` if it has none of that name.
@@ -64,13 +73,19 @@ pub(crate) fn build(name: &str, setup: &Setup) -> anyhow::Result<Option<Box<dyn 
         match word {
             "events" => sees.events = true,
             "metrics" => sees.metrics = true,
-            _ => anyhow::bail!("`{name}`: a policy sees `+events` and `+metrics`, and no `{word}`"),
+            "hold" => sees.hold = true,
+            _ => anyhow::bail!(
+                "`{name}`: a policy has `+events`, `+metrics` and `+hold`, and no `{word}`"
+            ),
         }
     }
-    let config: Config = serde_yaml::from_str(&format!(
+    let mut config: Config = serde_yaml::from_str(&format!(
         "{{policy: {policy}, policies: {{{policy}: {parameters}}}}}"
     ))
     .with_context(|| format!("`{name}`"))?;
+    if sees.hold {
+        config.hold = serde_yaml::from_str(HOLD)?;
+    }
     Ok(Some(Box::new(Production::new(&config, sees, setup)?)))
 }
 
@@ -93,8 +108,10 @@ impl Production {
             start,
             lives,
             sees,
+            under_way: UnderWay::default(),
             random: Random::new(setup.seed),
             bookings: HashMap::new(),
+            hold: app::hold(config).map(Hold::new),
         })
     }
 
@@ -109,12 +126,26 @@ impl Production {
         }
     }
 
+    /// Notes where a request goes.
+    fn book(&mut self, request: &Request, decided: Decided, world: &World) -> usize {
+        let (decision, booking) = decided.expect("a pool without limits refuses nothing");
+        self.bookings.insert(request.index, booking);
+        let endpoint = number(&decision.pool.endpoint(decision.target()).name);
+        if self.sees.events {
+            self.under_way.put(request, endpoint, world.block_space());
+        }
+        endpoint
+    }
+
     /// Returns what engines say of themselves, by slot.
     fn evidence(&self, request: &Request, pool: &PoolSnapshot, world: &World) -> Seen {
         let numbers = || pool.endpoints().iter().map(|endpoint| number(&endpoint.name));
         let mut seen = Seen::default();
         if self.sees.events {
-            let cached = |number| u64::try_from(world.prefix_tokens(number, request)).unwrap_or(0);
+            let alike = request.blocks[request.blocks.len() / 2];
+            seen.prefix = Some(hash::hash(&alike.to_le_bytes()));
+            let blocks = |number| self.under_way.prefix(number, request, world) as i64;
+            let cached = |number| tokens((blocks(number) * world.params.block).min(request.prompt));
             seen.cached = numbers().map(cached).collect();
         }
         if self.sees.metrics {
@@ -131,6 +162,15 @@ struct Seen {
     cached: Vec<u64>,
     memory: Vec<f64>,
     waiting: Vec<u64>,
+    prefix: Option<u64>,
+}
+
+impl Seen {
+    fn moment(&self, now: Duration, seed: u64) -> Moment<'_> {
+        let Self { cached, memory, waiting, prefix } = self;
+        let evidence = Evidence { cached, memory, waiting };
+        Moment { now, seed, evidence, prefix: *prefix, held: Duration::ZERO }
+    }
 }
 
 fn since_start(seconds: f64) -> Duration {
@@ -144,6 +184,10 @@ fn endpoint(number: usize, life: u32) -> Endpoint {
     Endpoint { instance: life.to_string(), ..Endpoint::new(format!("llm-{number}"), address) }
 }
 
+fn tokens(tokens: i64) -> u64 {
+    u64::try_from(tokens).unwrap_or(0)
+}
+
 fn number(name: &str) -> usize {
     let number = name.strip_prefix("llm-").and_then(|number| number.parse().ok());
     number.expect("the endpoints of the lab are named so")
@@ -152,7 +196,6 @@ fn number(name: &str) -> usize {
 /// Says what the picker reads of a request.
 fn inference_request(request: &Request) -> InferenceRequest {
     let source = KeySource::Header("x-conversation-id".to_owned());
-    let tokens = |tokens: i64| u64::try_from(tokens).unwrap_or(0);
     InferenceRequest {
         conversation: Some(Conversation::named(request.key.to_string(), source)),
         prompt: PromptSize { token_ids: tokens(request.prompt), ..PromptSize::default() },
@@ -168,33 +211,56 @@ impl Router for Production {
             self.scheduler.adopt(change.pool);
         }
         let seen = self.evidence(request, &self.keeper.pool(), world);
-        let alike = request.blocks[request.blocks.len() / 2];
-        let moment = Moment {
-            now: time,
-            seed: self.random.bits(),
-            evidence: Evidence {
-                cached: &seen.cached,
-                memory: &seen.memory,
-                waiting: &seen.waiting,
-            },
-            prefix: self.sees.events.then(|| hash::hash(&alike.to_le_bytes())),
+        let moment = seen.moment(time, self.random.bits());
+        let asked = inference_request(request);
+        let decided = match &mut self.hold {
+            None => self.scheduler.schedule(&asked, moment, Detail::Normal),
+            Some(hold) => {
+                let owner = || request.index;
+                hold.offer(&self.scheduler, &asked, owner, moment, Detail::Normal)?
+            }
         };
-        let scheduled =
-            self.scheduler.schedule(&inference_request(request), moment, Detail::Normal);
-        let (decision, booking) = scheduled.expect("a pool without limits refuses nothing");
-        self.bookings.insert(request.index, booking);
-        Some(number(&decision.pool.endpoint(decision.target()).name))
+        Some(self.book(request, decided, world))
+    }
+
+    fn release(&mut self, now: f64, world: &World) -> Option<(usize, usize)> {
+        let (time, pool) = (since_start(now), self.keeper.pool());
+        // What is known of each, since the hold asks for it by the request alone.
+        let mut hold = self.hold.take()?;
+        let seen: HashMap<usize, Seen> = hold
+            .owners()
+            .map(|&index| {
+                let request = world.request(index);
+                (index, self.evidence(request, &pool, world))
+            })
+            .collect();
+        let released = hold.release(
+            &self.scheduler,
+            time,
+            |&index| seen[&index].moment(time, self.random.bits()),
+            |_| false,
+            Detail::Normal,
+        );
+        self.hold = Some(hold);
+        let (index, decided) = released?;
+        Some((index, self.book(world.request(index), decided, world)))
+    }
+
+    fn holds(&self) -> bool {
+        self.hold.as_ref().is_some_and(|hold| !hold.is_empty())
     }
 
     fn on_peer_dispatch(&mut self, _: &Request, _: usize, _: f64, _: &World) {}
 
     fn on_first(&mut self, request: &Request, now: f64, _: &World) {
+        self.under_way.take(request);
         if let Some(booking) = self.bookings.get_mut(&request.index) {
             booking.first_token(since_start(now));
         }
     }
 
     fn on_finish(&mut self, request: &Request, now: f64, world: &World) {
+        self.under_way.take(request);
         let Some(booking) = self.bookings.remove(&request.index) else { return };
         let tokens = |tokens: i64| u64::try_from(tokens).ok();
         let outcome = if world.succeeded(request) {

@@ -20,6 +20,8 @@ mod tests;
 
 use anyhow::bail;
 
+pub(crate) use index::UnderWay;
+
 use super::random::Random;
 use super::sim::{Router, Setup};
 

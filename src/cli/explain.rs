@@ -223,6 +223,7 @@ fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
         sights: record.loads.iter().filter_map(sight).collect(),
         output: record.expected_output.unwrap_or(100.0),
         hot: record.hot.unwrap_or(0.0),
+        scale: record.scale.unwrap_or(1.0),
     })
 }
 
@@ -291,5 +292,6 @@ fn body_scenario(
         sights: Vec::new(),
         output: 100.0,
         hot: 0.0,
+        scale: 1.0,
     })
 }

@@ -42,6 +42,8 @@ pub struct Config {
     pub load: Load,
     /// When requests are turned away.
     pub admission: Admission,
+    /// When requests wait in the picker for an endpoint to have less to do.
+    pub hold: Hold,
     /// How requests are read.
     pub requests: Requests,
     /// What goes back.
@@ -236,6 +238,19 @@ pub struct Admission {
     pub retry_after_seconds: Ranged<1, 86_400>,
 }
 
+/// When requests wait in the picker for an endpoint to have less to do, and are decided anew when something has ended.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Hold {
+    /// Work before it, on the endpoint it would go to, from which a request waits, in milliseconds; 0 is off. 300 is a
+    /// good beginning.
+    pub backlog_ms: Ranged<0, 600_000>,
+    /// The longest wait, in milliseconds; keep it far below the gateway's idle timeout of streams.
+    pub longest_ms: Ranged<1, 240_000>,
+    /// Requests that wait at most. Beyond: 429.
+    pub requests: Ranged<1, 1_000_000>,
+}
+
 /// How requests are read.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
@@ -363,6 +378,12 @@ impl Default for Kubernetes {
             lease_seconds: Ranged(15),
             identity: None,
         }
+    }
+}
+
+impl Default for Hold {
+    fn default() -> Self {
+        Self { backlog_ms: Ranged(0), longest_ms: Ranged(2000), requests: Ranged(1000) }
     }
 }
 

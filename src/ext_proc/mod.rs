@@ -7,3 +7,4 @@ pub mod reply;
 pub mod request;
 pub mod response;
 pub mod server;
+mod waiting;

@@ -168,6 +168,12 @@ pub(crate) fn reject(rejection: &Rejection, format: ErrorFormat) -> pb::Processi
             "saturated",
             ("ResourceExhausted", Some("rejected-saturated")),
         ),
+        Rejection::Refused(Refusal::QueueFull { .. }) => (
+            429,
+            "rate_limit_error",
+            "queue_full",
+            ("ResourceExhausted", Some("rejected-capacity")),
+        ),
         Rejection::Refused(
             Refusal::PoolEmpty | Refusal::SubsetEmpty | Refusal::SubsetUnmatched(_),
         ) => (
@@ -194,7 +200,10 @@ pub(crate) fn reject(rejection: &Rejection, format: ErrorFormat) -> pb::Processi
     };
     let mut headers = vec![set("content-type", content_type.to_owned())];
     headers.extend(upstream.1.map(|reason| set(DROP_REASON, reason.to_owned())));
-    if let Rejection::Refused(Refusal::Saturated { retry_after, .. }) = rejection {
+    if let Rejection::Refused(
+        Refusal::Saturated { retry_after, .. } | Refusal::QueueFull { retry_after, .. },
+    ) = rejection
+    {
         headers.push(set("retry-after", retry_after.as_secs().max(1).to_string()));
     }
     message(Response::ImmediateResponse(pb::ImmediateResponse {

@@ -24,8 +24,9 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
+use super::waiting::{Seat, WaitingRoom};
 use crate::index::hash;
-use crate::scheduling::{Booking, Decision, Detail, Moment, Scheduler};
+use crate::scheduling::{Booking, Decided, Decision, Detail, HoldSettings, Moment, Scheduler};
 use crate::telemetry::metrics::Why;
 use crate::telemetry::observer::{Observation, Observer};
 
@@ -55,6 +56,7 @@ struct Shared {
     explain_headers: bool,
     detail: Detail,
     seeds: Seeds,
+    waiting_room: Option<WaitingRoom>,
     /// When the picker began: the core counts time from there.
     epoch: Instant,
 }
@@ -74,6 +76,8 @@ pub struct Parts {
     pub explain_headers: bool,
     /// How much a trace holds.
     pub detail: Detail,
+    /// When requests are held back, if they are.
+    pub hold: Option<HoldSettings>,
 }
 
 /// Why an exchange must decide on what it has.
@@ -96,9 +100,10 @@ impl Picker {
     /// Makes the picker.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
-        let Parts { scheduler, observer, exchange, limits, explain_headers, detail } = parts;
+        let Parts { scheduler, observer, exchange, limits, explain_headers, detail, hold } = parts;
         let seeds = Seeds { start: RandomState::new().hash_one(0), drawn: AtomicU64::new(0) };
         let exchange = Arc::new(exchange);
+        let waiting_room = hold.map(|hold| WaitingRoom::new(hold, Arc::clone(&scheduler), detail));
         Self(Arc::new(Shared {
             scheduler,
             observer,
@@ -107,6 +112,7 @@ impl Picker {
             explain_headers,
             detail,
             seeds,
+            waiting_room,
             epoch: Instant::now(),
         }))
     }
@@ -150,7 +156,23 @@ pub struct Pump {
     heard: Instant,
     timer: Option<Pin<Box<Sleep>>>,
     held: u64,
+    waiting: Option<Waiting>,
     state: State,
+}
+
+/// A request that is held back.
+#[derive(Debug)]
+struct Waiting {
+    seat: Seat,
+    asked: Asked,
+}
+
+/// A request on its way to a decision.
+#[derive(Debug)]
+struct Asked {
+    observation: Observation,
+    request_id: String,
+    body: &'static str,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -181,6 +203,7 @@ impl Pump {
             heard: now,
             timer: None,
             held: 0,
+            waiting: None,
             state: State::Open,
         }
     }
@@ -204,6 +227,7 @@ impl Pump {
             Effect::FirstToken => {
                 if let Some(booking) = &mut self.booking {
                     booking.first_token(self.shared.epoch.elapsed());
+                    self.shared.call_waiting();
                 }
                 if let Some(observation) = &mut self.observation {
                     self.shared.observer.first_token(observation, Instant::now());
@@ -229,7 +253,7 @@ impl Pump {
     fn schedule(&mut self, to_schedule: ToSchedule) {
         let ToSchedule { request, body } = to_schedule;
         let shared = Arc::clone(&self.shared);
-        let mut observation = self.observe();
+        let observation = self.observe();
         if !matches!(body, "whole" | "none" | "partial") {
             shared.observer.metrics.unread_bodies.get_or_create(&Why { reason: body }).inc();
         }
@@ -239,9 +263,25 @@ impl Pump {
             seed: shared.seeds.draw(),
             ..Moment::default()
         };
-        match shared.scheduler.schedule(&request, moment, shared.detail) {
+        let asked = Asked { observation, request_id: request.id.clone(), body };
+        let decided = match &shared.waiting_room {
+            None => Ok(shared.scheduler.schedule(&request, moment, shared.detail)),
+            Some(room) => room.enter(&request, moment),
+        };
+        match decided {
+            Ok(decided) => self.decided(asked, decided, begun.elapsed()),
+            Err(seat) => {
+                shared.observer.metrics.waiting.inc();
+                self.waiting = Some(Waiting { seat, asked });
+            }
+        }
+    }
+
+    fn decided(&mut self, asked: Asked, decided: Decided, took: Duration) {
+        let Asked { mut observation, request_id, body } = asked;
+        let shared = Arc::clone(&self.shared);
+        match decided {
             Ok((decision, booking)) => {
-                let took = begun.elapsed();
                 self.booking = Some(booking);
                 self.exchange.scheduled(Routing {
                     destination: destination(&decision),
@@ -252,12 +292,12 @@ impl Pump {
                         Vec::new()
                     },
                 });
-                shared.observer.decided(&mut observation, decision, &request.id, body, took);
+                shared.observer.decided(&mut observation, decision, &request_id, body, took);
                 self.observation = Some(observation);
             }
             Err(refusal) => {
                 let text = refusal.to_string();
-                shared.observer.rejected(&mut observation, refusal.as_str(), &text, &request.id);
+                shared.observer.rejected(&mut observation, refusal.as_str(), &text, &request_id);
                 self.exchange.refused(refusal);
             }
         }
@@ -266,6 +306,7 @@ impl Pump {
     fn finish(&mut self, outcome: &crate::pool::Outcome) {
         if let Some(booking) = self.booking.take() {
             booking.finish(outcome, self.shared.epoch.elapsed());
+            self.shared.call_waiting();
         }
         if let Some(observation) = self.observation.take() {
             self.shared.observer.ended(observation, outcome, Instant::now());
@@ -338,6 +379,17 @@ impl Stream for Pump {
                     return Poll::Ready(Some(message));
                 }
             }
+            if let Some(Waiting { seat, .. }) = &mut pump.waiting {
+                let shared = &pump.shared;
+                let Poll::Ready(decided) = seat.poll(cx, || shared.call_waiting()) else {
+                    return Poll::Pending;
+                };
+                shared.observer.metrics.waiting.dec();
+                if let Some(Waiting { asked, .. }) = pump.waiting.take() {
+                    pump.decided(asked, decided, Duration::ZERO);
+                }
+                continue;
+            }
             if pump.state != State::Open {
                 return Poll::Ready(None);
             }
@@ -374,10 +426,22 @@ impl Drop for Pump {
     fn drop(&mut self) {
         let metrics = &self.shared.observer.metrics;
         metrics.streams.dec();
+        if self.waiting.is_some() {
+            metrics.waiting.dec();
+        }
         metrics.duplicate_body_messages.inc_by(self.exchange.duplicates());
         metrics.held_body_bytes.dec_by(i64::try_from(self.held).unwrap_or(i64::MAX));
         if let Some(outcome) = self.exchange.abandoned() {
             self.finish(&outcome);
+        }
+    }
+}
+
+impl Shared {
+    /// Lets those go who wait and may: something has ended, or time has passed.
+    fn call_waiting(&self) {
+        if let Some(room) = &self.waiting_room {
+            room.call(self.epoch.elapsed(), || self.seeds.draw());
         }
     }
 }

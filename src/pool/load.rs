@@ -130,6 +130,12 @@ impl LoadLedger {
         &self.prices
     }
 
+    /// Returns how long things take in the pool as a whole.
+    #[must_use]
+    pub fn pace(&self) -> &Pace {
+        &self.pace
+    }
+
     /// Returns what is seen of the endpoint in `slot`, but for what its cache and its memory hold.
     #[must_use]
     pub fn sight(&self, slot: u32, now: Duration) -> Sight {
@@ -261,7 +267,6 @@ mod tests {
             prompt: 1.0,
             output: 1.0,
             seconds: 1.0,
-            promised: 1.0,
             work: 1.0,
         };
         ledger.book(slot, Work { prefill, decode }, flight, Duration::ZERO)

@@ -8,6 +8,8 @@ use std::time::Duration;
 const BALANCE: Duration = Duration::from_secs(90);
 /// An engine's pace is believed to be within this factor of the pool's.
 const PACE_BOUND: f64 = 3.0;
+/// Least share of an answer's time without prompts beside it from which its pace is learned.
+const ALONE: f64 = 0.3;
 
 /// A request on its way to its first token.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,8 +24,6 @@ pub struct Flight {
     pub output: f64,
     /// Seconds to its first token once it is at the head of the queue, by the prices.
     pub seconds: f64,
-    /// Seconds to its first token from its dispatch, by the prices.
-    pub promised: f64,
     /// Seconds of work that it brings in all, by the prices.
     pub work: f64,
 }
@@ -38,6 +38,8 @@ pub struct EngineQueue {
     answers: u32,
     contexts: f64,
     balance: Decaying,
+    /// Seconds in which there were prompts to compute.
+    busy: f64,
     pace: Pace,
     next: u64,
 }
@@ -72,10 +74,17 @@ pub struct Sight {
 pub struct Place {
     id: u64,
     flight: Flight,
-    /// When it was dispatched.
+    answering: Option<Answering>,
+}
+
+/// How things were at an answer's first token.
+#[derive(Debug, Clone, Copy)]
+struct Answering {
     since: Duration,
-    /// When its first token came, and what a step was to take then, by the prices.
-    answering: Option<(Duration, f64)>,
+    /// Seconds that a step was to take, by the prices.
+    step: f64,
+    /// Seconds that the engine had spent on prompts.
+    busy: f64,
 }
 
 /// A sum that fades.
@@ -106,41 +115,64 @@ pub struct Pace {
     answer: Learned,
 }
 
-/// The logarithm of a factor, learned step by step.
+/// Seconds that things took, and what they were priced at; old ones fade.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 struct Learned {
-    log: f64,
-    samples: u32,
+    took: f64,
+    priced: f64,
+    samples: f64,
 }
 
 impl Learned {
-    fn learn(&mut self, ratio: f64) {
-        if ratio.is_finite() && ratio > 0.0 {
-            self.samples = self.samples.saturating_add(1);
-            // The first few count for what they are, and later ones for a twentieth.
-            let weight = (1.0 / f64::from(self.samples)).max(0.05);
-            self.log += weight * (ratio.clamp(1e-3, 1e3).ln() - self.log);
+    /// What is left of a sample when the next one comes.
+    const KEPT: f64 = 0.98;
+    /// Samples of which half of what they say is believed.
+    const HALF: f64 = 4.0;
+    /// A difference up to this factor is chance.
+    const CHANCE: f64 = 1.25;
+
+    fn learn(&mut self, took: f64, priced: f64) {
+        if took.is_finite() && priced > 0.0 {
+            self.took = self.took * Self::KEPT + took.max(0.0);
+            self.priced = self.priced * Self::KEPT + priced;
+            self.samples = self.samples * Self::KEPT + 1.0;
         }
     }
 
-    fn within(self, pool: Self) -> f64 {
-        let bound = PACE_BOUND.ln();
-        (pool.log + (self.log - pool.log).clamp(-bound, bound) * f64::from(self.samples.min(1)))
-            .exp()
+    /// Returns what things took for each second that they were priced at; 1 while that is not known.
+    fn factor(self) -> f64 {
+        let known = self.samples >= 1.0 && self.took > 0.0;
+        if known { (self.took / self.priced).clamp(1e-3, 1e3) } else { 1.0 }
+    }
+
+    /// Returns how many times longer things take here than in the pool: 1 unless that is more than chance.
+    fn apart(self, pool: Self) -> f64 {
+        let sure = self.samples / (self.samples + Self::HALF);
+        let apart = (self.factor() / pool.factor()).ln() * sure;
+        // From chance to twice as much it comes in bit by bit, so that nothing jumps.
+        let beyond = (2.0 * (apart.abs() - Self::CHANCE.ln())).clamp(0.0, apart.abs());
+        (beyond.min(PACE_BOUND.ln()) * apart.signum()).exp()
     }
 }
 
 impl Pace {
-    /// Returns how many times the price a prompt takes, kept near the pool's.
+    /// Returns how many times the price a prompt takes on an engine of the pool.
     #[must_use]
     pub fn prompt(&self, pool: &Self) -> f64 {
-        self.prompt.within(pool.prompt)
+        pool.scale() * self.prompt.apart(pool.prompt)
     }
 
-    /// Returns how many times the price an answer's step takes, kept near the pool's.
+    /// Returns how many times the price an answer's step takes there. What prompts and answers cost beside each other is
+    /// the prices' to say: what is learned of it under load is mostly the load.
     #[must_use]
     pub fn answer(&self, pool: &Self) -> f64 {
-        self.answer.within(pool.answer)
+        pool.scale() * self.answer.apart(pool.answer)
+    }
+
+    /// Returns how many times the price work takes in the pool.
+    #[must_use]
+    pub fn scale(&self) -> f64 {
+        self.prompt.factor()
     }
 }
 
@@ -224,7 +256,7 @@ impl EngineQueue {
         self.backlog += flight.seconds;
         self.balance.add(flight.work, now, BALANCE);
         self.waiting.push_back((id, flight));
-        Place { id, flight, since: now, answering: None }
+        Place { id, flight, answering: None }
     }
 
     /// Notes the first token of an answer; `step` is what a step takes now by the prices.
@@ -233,19 +265,20 @@ impl EngineQueue {
             return;
         }
         self.leave(place.id);
+        let took = now.saturating_sub(self.head_since).as_secs_f64();
         self.head_since = now;
+        self.busy += took;
         self.answers += 1;
         self.contexts += place.flight.context();
-        place.answering = Some((now, step));
-        let took = now.saturating_sub(place.since).as_secs_f64();
-        self.pace.prompt.learn(took / place.flight.promised);
-        pool.prompt.learn(took / place.flight.promised);
+        place.answering = Some(Answering { since: now, step, busy: self.busy });
+        self.pace.prompt.learn(took, place.flight.seconds);
+        pool.prompt.learn(took, place.flight.seconds);
     }
 
     /// Notes the end of a request, with the tokens that were generated if it ended well.
     #[expect(clippy::needless_pass_by_value, reason = "a place is given up once")]
     pub fn end(&mut self, place: Place, generated: Option<u64>, now: Duration, pool: &mut Pace) {
-        let Some((since, step)) = place.answering else {
+        let Some(Answering { since, step, busy }) = place.answering else {
             self.leave(place.id);
             return;
         };
@@ -258,10 +291,14 @@ impl EngineQueue {
         // Few tokens are an answer's formatting and not its pace.
         if let Some(generated @ 8..) = generated {
             #[expect(clippy::cast_precision_loss, reason = "answers are far shorter than 2^52")]
-            let per_token =
-                now.saturating_sub(since).as_secs_f64() / (generated.saturating_sub(1)) as f64;
-            self.pace.answer.learn(per_token / step);
-            pool.answer.learn(per_token / step);
+            let (took, tokens) =
+                (now.saturating_sub(since).as_secs_f64(), generated.saturating_sub(1) as f64);
+            // In a step that computes prompts an answer waits for them; too little else says nothing of its own pace.
+            let alone = took - (self.busy - busy);
+            if alone > ALONE * took {
+                self.pace.answer.learn(alone, step * tokens);
+                pool.answer.learn(alone, step * tokens);
+            }
         }
     }
 
@@ -295,7 +332,6 @@ mod tests {
             prompt: 100.0,
             output: 20.0,
             seconds,
-            promised: seconds,
             work: seconds,
         }
     }
@@ -342,12 +378,39 @@ mod tests {
             }
         }
         let (slow, quick) = (slow.pace().prompt(&pool), quick.pace().prompt(&pool));
-        assert!(slow / quick > 5.0 && slow / quick <= 9.01, "{slow} and {quick}");
+        assert!((4.0..=9.01).contains(&(slow / quick)), "{slow} and {quick}");
         let fresh = EngineQueue::default();
-        assert!(
-            (fresh.pace().prompt(&pool) / 15.8 - 1.0).abs() < 0.1,
-            "as the pool, until it is known"
-        );
-        assert!((fresh.pace().answer(&pool) - 1.0).abs() < 1e-6);
+        let pace = fresh.pace().prompt(&pool);
+        assert!((pace / 27.5 - 1.0).abs() < 0.05, "as the pool, until it is known: {pace}");
+        // Answers are as quick here as they are there.
+        assert!((fresh.pace().answer(&pool) / pace - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn engines_that_differ_by_chance_are_equal() {
+        let (mut a, mut b, mut pool) =
+            (EngineQueue::default(), EngineQueue::default(), Pace::default());
+        for round in 0..50 {
+            let now = at(f64::from(round) * 100.0);
+            for (queue, took) in [(&mut a, 1.1), (&mut b, 0.9)] {
+                let mut place = queue.dispatch(flight(1.0), now);
+                queue.first_token(&mut place, 0.1, now + at(took), &mut pool);
+                queue.end(place, None, now + at(took), &mut pool);
+            }
+        }
+        assert_eq!(a.pace().prompt(&pool), b.pace().prompt(&pool));
+    }
+
+    #[test]
+    fn an_answer_s_pace_is_learned_without_the_prompts_beside_it() {
+        let (mut queue, mut pool) = (EngineQueue::default(), Pace::default());
+        let mut answer = queue.dispatch(flight(1.0), at(0.0));
+        queue.first_token(&mut answer, 0.1, at(1.0), &mut pool);
+        let mut prompt = queue.dispatch(flight(1.0), at(1.0));
+        queue.first_token(&mut prompt, 0.1, at(2.0), &mut pool);
+        // 20 tokens in 2 seconds, and a second for the other's prompt.
+        queue.end(answer, Some(21), at(4.0), &mut pool);
+        queue.end(prompt, None, at(4.0), &mut pool);
+        assert!((pool.answer.factor() - 1.0).abs() < 1e-9, "{}", pool.answer.factor());
     }
 }

@@ -94,6 +94,10 @@ pub struct Trace {
     pub output: f64,
     /// Requests of lately that begin as this one does, where the policy looks at it.
     pub hot: f64,
+    /// How many times the price work took in the pool, where the policy looks at it.
+    pub scale: f64,
+    /// How long the request was held back before.
+    pub held: Duration,
     /// What the policy did.
     pub steps: Vec<Step>,
 }
@@ -303,6 +307,14 @@ pub enum Refusal {
         /// When to try again.
         retry_after: Duration,
     },
+    /// Too many requests are held back already.
+    #[error("every endpoint it could go to is busy, and {most} requests wait already")]
+    QueueFull {
+        /// Requests that may wait.
+        most: usize,
+        /// When to try again.
+        retry_after: Duration,
+    },
 }
 
 impl Reason {
@@ -349,6 +361,7 @@ impl Refusal {
             Self::SubsetEmpty => "subset-empty",
             Self::SubsetUnmatched(_) => "subset-unmatched",
             Self::Saturated { .. } => "saturated",
+            Self::QueueFull { .. } => "queue-full",
         }
     }
 }

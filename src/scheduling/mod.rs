@@ -1,6 +1,7 @@
 //! The decision: which endpoint gets a request, and why.
 
 pub mod decision;
+pub mod hold;
 pub mod policy;
 pub mod registry;
 pub mod scenario;
@@ -13,6 +14,7 @@ use std::time::Duration;
 use crate::pool::{LoadLedger, Placed, PoolSnapshot, Sight};
 
 pub use decision::{Decision, Reason, Refusal, Step, Terms, Trace, Unit};
+pub use hold::{Decided, Hold, HoldSettings};
 pub use registry::{POLICIES, Policies};
 pub use scenario::Scenario;
 pub use scheduler::{Admission, Booking, Detail, Scheduler, Settings};
@@ -48,6 +50,8 @@ pub struct Cx<'a> {
     pub output: f64,
     /// Requests of lately that begin as this one does, fading within seconds.
     pub hot: f64,
+    /// How many times the price work takes in the pool.
+    pub scale: f64,
     /// How much to write into the trace.
     pub detail: Detail,
 }
@@ -92,6 +96,8 @@ pub struct Moment<'a> {
     pub evidence: Evidence<'a>,
     /// What begins as this prompt does: requests with the same value share a prefix.
     pub prefix: Option<u64>,
+    /// How long the request has been held back.
+    pub held: Duration,
 }
 
 /// The endpoints that may be chosen, as slots of the snapshot.

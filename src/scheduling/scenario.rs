@@ -38,6 +38,8 @@ pub struct Scenario {
     pub output: f64,
     /// Requests of lately that begin as this one does.
     pub hot: f64,
+    /// How many times the price work takes in the pool.
+    pub scale: f64,
 }
 
 /// Why a scenario cannot be decided.
@@ -124,6 +126,7 @@ impl Scenario {
             sights: Sights::Recorded(&sights),
             output: self.output,
             hot: self.hot,
+            scale: self.scale,
             detail: Detail::Full,
         };
         let choice = scheduler::choose(policy, &cx, self.conversation.is_some(), &mut trace);
@@ -164,6 +167,7 @@ impl Scenario {
             sights: Vec::new(),
             output: 100.0,
             hot: 0.0,
+            scale: 1.0,
         }
     }
 }

@@ -177,7 +177,22 @@ impl Scheduler {
         moment: Moment<'_>,
         detail: Detail,
     ) -> Result<(Decision, Booking), Refusal> {
-        let Moment { now, seed, evidence, prefix } = moment;
+        let decided = self.schedule_within(None, request, moment, detail)?;
+        Ok(decided.expect("without a bound every choice is taken"))
+    }
+
+    /// The same, unless more work than `most` is before the request where it would go: then nothing is booked.
+    ///
+    /// # Errors
+    /// No endpoint may be chosen: see [`Refusal`].
+    pub fn schedule_within(
+        self: &Arc<Self>,
+        most: Option<Duration>,
+        request: &InferenceRequest,
+        moment: Moment<'_>,
+        detail: Detail,
+    ) -> Result<Option<(Decision, Booking)>, Refusal> {
+        let Moment { now, seed, evidence, prefix, held } = moment;
         let mut state = self.lock();
         let state = &mut *state;
         let conversation =
@@ -191,7 +206,6 @@ impl Scheduler {
         let placed = placed
             .and_then(|placed| Some((state.pool.slot_of(placed.endpoint)?, placed)))
             .filter(|(slot, _)| candidates.contains(*slot));
-        state.sequence += 1;
         let cx = Cx {
             pool: &state.pool,
             candidates: &candidates,
@@ -202,11 +216,12 @@ impl Scheduler {
             max_tokens,
             placed,
             places: conversation.map_or(&[], |key| state.placement.places(key)),
-            sequence: state.sequence - 1,
+            sequence: state.sequence,
             seed,
             sights: Sights::Now { time: now, conversation, prefix, evidence },
             output: state.output.expected(request.max_tokens),
             hot: state.hot.of(prefix.or(conversation), now),
+            scale: state.ledger.pace().scale(),
             detail,
         };
         let mut trace = Trace {
@@ -216,15 +231,20 @@ impl Scheduler {
             prompt_tokens: estimate.tokens,
             estimate: Some((estimate.tokens_per_byte, estimate.answers)),
             max_tokens,
+            held,
             ..Trace::default()
         };
         let choice = choose(&*self.settings.policy, &cx, conversation.is_some(), &mut trace);
+        if most.is_some_and(|most| cx.sight(choice.slot).backlog > most.as_secs_f64()) {
+            return Ok(None);
+        }
         let targets = targets(&cx, choice.slot, self.settings.destinations);
         let prefill = estimate.tokens.saturating_sub(choice.cached).max(1);
         let flight = flight(&cx, &choice, conversation, prefix);
         let ticket =
             state.ledger.book(choice.slot, Work { prefill, decode: max_tokens }, flight, now);
         state.hot.count(prefix.or(conversation), now);
+        state.sequence += 1;
         let endpoint = state.pool.ids()[choice.slot as usize];
         let decision = Decision {
             policy: self.settings.policy_name,
@@ -242,7 +262,7 @@ impl Scheduler {
             prompt_tokens: estimate.tokens,
             generates: max_tokens > 0,
         };
-        Ok((decision, Booking { scheduler: Arc::clone(self), ticket: Some(ticket), subject }))
+        Ok(Some((decision, Booking { scheduler: Arc::clone(self), ticket: Some(ticket), subject })))
     }
 
     /// Returns the endpoints that the subset hint and the limits allow.
@@ -370,10 +390,8 @@ fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>, prefix: Optio
     let new = new_tokens(prompt, cached);
     let output = cx.output;
     let seconds = prices.first_token(new, cached, sight.answers, sight.contexts);
-    // The pace is learned against what the prices say, and so must be what is promised.
-    let promised = sight.backlog / sight.prompt_pace + seconds;
     let work = prices.prompt(new, cached) + output * (prices.decode + prices.context * prompt);
-    Flight { conversation, prefix, prompt, output, seconds, promised, work }
+    Flight { conversation, prefix, prompt, output, seconds, work }
 }
 
 /// Returns the tokens of a prompt that have to be computed: engines compute at least a block.

@@ -330,6 +330,56 @@ fn a_full_pool_sheds_and_takes_requests_again_when_there_is_room() {
     assert!(scheduler.schedule(&request("hot", 1), moment(0), Detail::Normal).is_ok());
 }
 
+/// A hold before one endpoint, and a first request that keeps it busy for seconds.
+fn held_up(most: usize) -> (Arc<Scheduler>, Hold<u32>, Booking) {
+    let scheduler = scheduler("marginal-cost", 1);
+    let mut hold = Hold::new(HoldSettings {
+        backlog: Duration::from_millis(300),
+        longest: Duration::from_secs(2),
+        most,
+        retry_after: Duration::from_secs(1),
+    });
+    let first = hold.offer(&scheduler, &request("a", 50_000), || 0, at(0.0, 1), Detail::Full);
+    let (_, booking) = first.unwrap().unwrap();
+    (scheduler, hold, booking)
+}
+
+fn released(scheduler: &Arc<Scheduler>, hold: &mut Hold<u32>, now: f64) -> Option<(u32, Decided)> {
+    let time = Duration::from_secs_f64(now);
+    hold.release(scheduler, time, |_| at(now, 1), |owner| *owner == 13, Detail::Full)
+}
+
+#[test]
+fn requests_wait_for_an_endpoint_to_have_less_to_do_first_come_first_served() {
+    let (scheduler, mut hold, mut booking) = held_up(9);
+    for owner in [1, 13, 2] {
+        let asked = request(&format!("c{owner}"), 50_000);
+        assert!(hold.offer(&scheduler, &asked, || owner, at(0.5, 1), Detail::Full).is_none());
+    }
+    assert!(released(&scheduler, &mut hold, 1.0).is_none());
+    assert_eq!(total(&scheduler).requests, 1, "what waits is not booked");
+    booking.first_token(Duration::from_secs_f64(1.5));
+    let (owner, decided) = released(&scheduler, &mut hold, 1.5).unwrap();
+    let (decision, second) = decided.unwrap();
+    assert_eq!((owner, decision.trace.held), (1, Duration::from_secs(1)));
+    // It keeps the endpoint busy in turn; who has gone is not asked; and nobody waits for ever.
+    assert!(released(&scheduler, &mut hold, 2.0).is_none());
+    let (owner, decided) = released(&scheduler, &mut hold, 2.5).unwrap();
+    assert!(owner == 2 && decided.is_ok() && hold.is_empty());
+    drop((booking, second, decided));
+    assert_eq!(total(&scheduler), Load::default());
+}
+
+#[test]
+fn more_than_may_wait_are_turned_away() {
+    let (scheduler, mut hold, _booking) = held_up(1);
+    let asked = request("c", 10);
+    assert!(hold.offer(&scheduler, &asked, || 1, at(0.5, 1), Detail::Full).is_none());
+    let refused = hold.offer(&scheduler, &asked, || 2, at(0.5, 1), Detail::Full).unwrap();
+    let retry_after = Duration::from_secs(1);
+    assert_eq!(refused.unwrap_err(), Refusal::QueueFull { most: 1, retry_after });
+}
+
 #[test]
 fn requests_of_negative_priority_are_shed_first() {
     let (sheddable, retry_after) = (NonZeroU64::new(1), Duration::from_secs(1));

@@ -82,6 +82,8 @@ fn shared(trace: &Trace) -> pb::Record {
         priority: trace.priority,
         expected_output: looked.then_some(trace.output),
         hot: looked.then_some(trace.hot),
+        scale: looked.then_some(trace.scale),
+        held_ms: (!trace.held.is_zero()).then(|| tenth(trace.held.as_secs_f64() * 1e3)),
         prompt_tokens: trace.prompt_tokens,
         max_tokens: trace.max_tokens,
         tokens_per_byte,

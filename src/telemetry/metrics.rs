@@ -51,6 +51,8 @@ pub struct Metrics {
     pub streams: Gauge,
     /// Bytes of request bodies that wait for their pick.
     pub held_body_bytes: Gauge,
+    /// Requests that are held back.
+    pub waiting: Gauge,
     /// Time that a pick and its booking take.
     pub decision_seconds: Histogram,
     /// Time from the request's headers to the first token.
@@ -75,10 +77,11 @@ const DECISIONS: [f64; 10] =
     [0.000_001, 0.000_002, 0.000_005, 0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_5, 0.001, 0.01];
 
 /// Why requests are turned away.
-const REJECTIONS: [&str; 6] = [
+const REJECTIONS: [&str; 7] = [
     "pool-empty",
     "subset-empty",
     "subset-unmatched",
+    "queue-full",
     "saturated",
     "body-too-large",
     "body-stalled",
@@ -98,6 +101,7 @@ impl Metrics {
             pool_errors: Counter::default(),
             streams: Gauge::default(),
             held_body_bytes: Gauge::default(),
+            waiting: Gauge::default(),
             decision_seconds: Histogram::new(DECISIONS),
             ttft_seconds: Histogram::new(DURATIONS),
             duration_seconds: Histogram::new(DURATIONS),
@@ -144,6 +148,7 @@ impl Metrics {
             m.pool_errors.clone(),
         );
         registry.register("streams", "ext_proc streams open now", m.streams.clone());
+        registry.register("waiting_requests", "Requests held back now", m.waiting.clone());
         registry.register_with_unit(
             "held_body",
             "Request bodies waiting for their pick",

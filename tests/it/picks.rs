@@ -318,6 +318,46 @@ fn limits_are_kept() {
 }
 
 #[test]
+fn a_request_waits_for_its_endpoint_and_one_too_many_is_turned_away() {
+    run(async {
+        let config = "
+policy: marginal-cost
+hold: { backlog_ms: 100, longest_ms: 60000, requests: 1 }
+";
+        let Some(stack) = Stack::start(config, 1, &[ORIGINAL_DST]).await else { return };
+        let send = |call: &Call| {
+            let (call, port) = (call.clone(), stack.port());
+            tokio::spawn(async move { call.answer(port).await })
+        };
+        // Some 100,000 tokens: seconds of work, by the prices.
+        let long = chat(&"word ".repeat(80_000)).answered("hold");
+        let first = send(&long);
+        stack.picker.reaches("llm_ring_endpoint_requests", "", 1.0).await;
+        let call = chat("I can wait");
+        let second = send(&call);
+        stack.picker.reaches("llm_ring_waiting_requests", "", 1.0).await;
+        let third = stack.answer(&chat("me too")).await;
+        is_refusal(&third, 429, "queue_full", "");
+        assert_eq!(third.header("retry-after"), Some("1"));
+        // A client that goes while it waits leaves its place to another.
+        second.abort();
+        stack.picker.reaches("llm_ring_waiting_requests", "", 0.0).await;
+        let call = chat("and I");
+        let second = send(&call);
+        stack.picker.reaches("llm_ring_waiting_requests", "", 1.0).await;
+        stack.gate.open();
+        assert_eq!(first.await.unwrap().status, 200);
+        assert_eq!(second.await.unwrap().status, 200);
+        let record = stack.picker.record(&call.id).await;
+        assert!(
+            record["heldMs"].as_f64().or(record["held_ms"].as_f64()).unwrap() > 0.0,
+            "{record}"
+        );
+        stack.picker.is_idle().await;
+    });
+}
+
+#[test]
 fn an_empty_pool_is_a_503_in_plain_text_if_asked_so() {
     run(async {
         let config = "answers: { errors: plain, explain_headers: false }";

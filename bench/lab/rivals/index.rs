@@ -71,14 +71,14 @@ pub(super) fn note_ends(lengths: &mut [usize], mut ended: u64, at: usize) {
 
 /// Blocks of prompts that were sent and have not been computed: they will be cached.
 #[derive(Default)]
-pub(super) struct UnderWay {
+pub(crate) struct UnderWay {
     holders: Vec<u64>,
     counts: Vec<Vec<u32>>,
     at: HashMap<usize, usize>,
 }
 
 impl UnderWay {
-    pub(super) fn put(&mut self, request: &Request, endpoint: usize, space: usize) {
+    pub(crate) fn put(&mut self, request: &Request, endpoint: usize, space: usize) {
         if self.holders.len() < space {
             self.holders.resize(space, 0);
         }
@@ -94,7 +94,7 @@ impl UnderWay {
     }
 
     /// Takes a request's blocks out again, once.
-    pub(super) fn take(&mut self, request: &Request) {
+    pub(crate) fn take(&mut self, request: &Request) {
         let Some(endpoint) = self.at.remove(&request.index) else { return };
         for &block in request.blocks.iter() {
             let count = &mut self.counts[endpoint][block as usize];
@@ -106,7 +106,7 @@ impl UnderWay {
     }
 
     /// Returns how many of a prompt's first blocks an endpoint has or will have.
-    pub(super) fn prefix(&self, endpoint: usize, request: &Request, world: &World) -> usize {
+    pub(crate) fn prefix(&self, endpoint: usize, request: &Request, world: &World) -> usize {
         prefix(&request.blocks, |block| {
             let coming = self.holders.get(block as usize).copied().unwrap_or(0);
             (world.holders(block) | coming) >> endpoint & 1 == 1

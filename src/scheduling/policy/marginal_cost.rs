@@ -28,6 +28,8 @@ pub struct MarginalCost {
     balance: Factor,
     /// Waiting for KV memory, and for a place among the running.
     admission: Factor,
+    /// One more copy of a prompt, where memory is short in all the pool.
+    copies: Factor,
 }
 
 /// A factor, 0 to 1000.
@@ -44,6 +46,7 @@ impl Default for MarginalCost {
             hot_answer: Factor(0.3),
             balance: Factor(3.0),
             admission: Factor(1.0),
+            copies: Factor(0.05),
         }
     }
 }
@@ -68,6 +71,8 @@ impl From<Factor> for f64 {
 
 /// Share of the KV memory from which a request waits for it.
 const FULL: f64 = 0.97;
+/// Share, on average, from which the pool is short of memory.
+const SHORT: f64 = 0.85;
 /// Share from which the engine's own waiting requests are believed to wait for memory.
 const NEARLY_FULL: f64 = 0.9;
 /// Candidates whose terms a trace shows.
@@ -80,6 +85,10 @@ struct Case<'a> {
     output: f64,
     /// Requests that wait on an endpoint, on average.
     waiting: f64,
+    /// How many times the price work takes in the pool.
+    scale: f64,
+    /// How short of memory the pool is, 0 to 1.
+    short: f64,
     /// How hot the prompt's beginning is: requests of lately for each endpoint.
     hot: f64,
 }
@@ -90,11 +99,14 @@ impl Policy for MarginalCost {
             cx.candidates.iter().map(|slot| (slot, cx.sight(slot))).collect();
         #[expect(clippy::cast_precision_loss, reason = "tokens and endpoints stay far below 2^52")]
         let (n, prompt) = (sights.len() as f64, cx.prompt_tokens as f64);
+        let mean = |of: fn(&Sight) -> f64| sights.iter().map(|(_, it)| of(it)).sum::<f64>() / n;
         let case = Case {
             prices: cx.ledger.prices(),
             prompt,
             output: cx.output,
-            waiting: sights.iter().map(|(_, sight)| sight.waiting).sum::<f64>() / n,
+            waiting: mean(|sight| sight.waiting),
+            scale: cx.scale,
+            short: ((mean(|sight| sight.memory) - SHORT) / (1.0 - SHORT)).clamp(0.0, 1.0),
             hot: cx.hot / n,
         };
         let terms: Vec<Terms> = sights
@@ -125,6 +137,7 @@ impl Policy for MarginalCost {
         if !trace.loads.is_empty() {
             trace.output = cx.output;
             trace.hot = cx.hot;
+            trace.scale = cx.scale;
             trace.sights = sights;
         }
         Choice { slot, reason: Reason::LowestCost, cached }
@@ -161,14 +174,18 @@ impl MarginalCost {
         let slower = prices.context * contexts
             + prices.decode * beside
             + (prices.decode + prices.context * prompt) * beside;
+        // Memory that another copy takes is memory for the answers that would have run there.
+        let copy = case.short * (new / output.max(256.0)) * output * prices.step(answers, contexts);
         Terms {
             queue: sight.backlog,
             prompt: own,
             others: alone * spread * (self.slows.0 * answers + self.delays.0 * case.waiting)
                 / weight,
             answer: answer * output * slower * sight.answer_pace,
-            balance: self.balance.0 * (new / prompt.max(1.0)) * sight.balance / weight,
-            admission: self.admission.0 * admission(case, sight, new, beside) * sight.answer_pace,
+            balance: self.balance.0 * (new / prompt.max(1.0)) * sight.balance * case.scale / weight,
+            admission: (self.admission.0 * admission(case, sight, new, beside)
+                + self.copies.0 * copy)
+                * sight.answer_pace,
         }
     }
 }
