@@ -1,13 +1,17 @@
 //! Compiles `proto/` without protoc. The messages are also the JSON of the decision log, hence serde.
 
 /// Fields that are absent from JSON when they are absent from the message.
-const OPTIONAL: [&str; 26] = [
+const OPTIONAL: [&str; 30] = [
     "Record.conversation",
     "Record.placement",
     "Record.outcome",
+    "Record.asked",
     "Record.expected_output",
     "Record.hot",
     "EndpointLoad.sight",
+    "Asked.first_token_ns",
+    "Asked.max_tokens",
+    "Asked.prefix",
     "Step.endpoint",
     "Step.load",
     "Step.new_tokens",
@@ -32,6 +36,9 @@ const OPTIONAL: [&str; 26] = [
 /// Texts that are absent from JSON when they are empty.
 const EMPTY: [&str; 5] =
     ["Record.request_id", "Record.trace_id", "Record.refusal", "Record.model", "Record.body"];
+/// The same of lists.
+const LISTS: [&str; 5] =
+    ["Step.terms", "Asked.subset", "Asked.cached", "Asked.memory", "Asked.waiting"];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");
@@ -52,11 +59,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "#[serde(skip_serializing_if = \"String::is_empty\")]",
         );
     }
-    // The same of a list.
-    build = build.field_attribute(
-        "llmring.v1.Step.terms",
-        "#[serde(skip_serializing_if = \"Vec::is_empty\")]",
-    );
+    for field in LISTS {
+        build = build.field_attribute(
+            format!("llmring.v1.{field}"),
+            "#[serde(skip_serializing_if = \"Vec::is_empty\")]",
+        );
+    }
     build.compile_fds(descriptors)?;
     Ok(())
 }

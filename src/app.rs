@@ -25,6 +25,7 @@ use crate::ext_proc::server::{Limits, Parts, Picker};
 use crate::scheduling::{Admission, Detail, HoldSettings, Scheduler, Settings};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::observer::Observer;
+use crate::telemetry::records;
 use crate::telemetry::source::SourceStatus;
 use crate::telemetry::spans::Tracing;
 use crate::tls::{self, Certificate};
@@ -54,7 +55,8 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let (metrics, registry) = Metrics::new(Arc::clone(&scheduler), Arc::clone(&status));
     let tracing = tracing(&config)?;
     let log = config.log.decisions.then_some(config.log.format);
-    let observer = Arc::new(Observer::new(Arc::clone(&metrics), tracing.clone(), log));
+    let records = records(&config);
+    let observer = Arc::new(Observer::new(Arc::clone(&metrics), tracing.clone(), log, records));
 
     let http_listener = listen(&config, config.server.metrics_port, "metrics_port").await?;
     let admin_listener = listen(&config, config.server.health_port, "health_port").await?;
@@ -235,6 +237,28 @@ pub fn settings(config: &Config) -> anyhow::Result<Settings> {
             .ok()
             .and_then(NonZeroUsize::new)
             .unwrap_or(NonZeroUsize::MIN),
+        trace_sights: config.records.path.is_some(),
+    })
+}
+
+/// Makes the settings of the file of records, if there is to be one.
+fn records(config: &Config) -> Option<records::Settings> {
+    let path = config.records.path.clone()?;
+    // What decides; addresses, certificates and the rest are nobody's business.
+    let decides = serde_json::json!({
+        "policy": config.policy,
+        "policies": config.policies,
+        "ring": config.ring,
+        "memory": config.memory,
+        "load": config.load,
+        "admission": config.admission,
+        "answers": { "destinations": config.answers.destinations },
+    });
+    Some(records::Settings {
+        path,
+        max_bytes: config.records.max_bytes.into(),
+        files: config.records.files.get(),
+        config: decides,
     })
 }
 

@@ -14,6 +14,7 @@ mod progress;
 mod random;
 mod recency;
 mod record;
+mod replay;
 mod report;
 mod rivals;
 mod sim;
@@ -21,6 +22,7 @@ mod stats;
 mod workload;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -52,6 +54,8 @@ enum Command {
     Run(Runs),
     /// Run what is missing and print one policy beside each of the others
     Compare(Compare),
+    /// Decide the records of a running picker again, under another policy or configuration
+    Replay(replay::Replay),
 }
 
 #[derive(Debug, Args)]
@@ -150,6 +154,7 @@ fn main() -> ExitCode {
         Command::List(list) => list.run(),
         Command::Run(runs) => runs.run(),
         Command::Compare(compare) => compare.run(),
+        Command::Replay(replay) => replay.run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -279,6 +284,14 @@ impl Compare {
             Format::Json => print!("{}", read(&self.runs.out.join("compare.json"))?),
         }
         Ok(())
+    }
+}
+
+/// Prints to standard output. A reader that has seen enough closes the pipe; that is no error.
+fn print(text: &str) -> Result<()> {
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 

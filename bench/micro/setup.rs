@@ -118,6 +118,7 @@ fn scheduler(policy: &str, n: usize) -> Arc<Scheduler> {
         default_max_tokens: 256,
         destinations: NonZeroUsize::MIN,
         memory_entries: NonZeroUsize::new(50_000).expect("not 0"),
+        trace_sights: false,
     };
     let pool = PoolSnapshot::new(0, endpoints(n), POINTS).expect("the names are distinct");
     Arc::new(Scheduler::new(settings, Arc::new(pool)))

@@ -1,7 +1,5 @@
 //! `llm-ring explain`: makes a decision again, offline, and shows each number and step.
 
-use std::net::SocketAddr;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
@@ -12,9 +10,9 @@ use super::{Output, print};
 use crate::config::{self, Config, Points};
 use crate::ext_proc::request::{End, RequestReader};
 use crate::pool::estimate::TokenEstimator;
-use crate::pool::{Conversation, Endpoint, KeySource, Load, PoolSnapshot, Sight, endpoint};
+use crate::pool::{Load, PoolSnapshot};
 use crate::scheduling::{POLICIES, Scenario};
-use crate::telemetry::{explain, pb};
+use crate::telemetry::{explain, pb, recall};
 use crate::{app, discovery, yaml};
 
 /// The policy and the parameters that the worked example compares with.
@@ -159,100 +157,15 @@ fn read_record(file: &Path) -> anyhow::Result<pb::Record> {
     }
 }
 
+/// Reads what a record's decision was made on.
 fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
-    anyhow::ensure!(
-        record.refusal.is_empty(),
-        "the request was refused ({}); nothing was chosen",
-        record.refusal
-    );
-    anyhow::ensure!(
-        !record.loads.is_empty(),
-        "it has no `loads`, so there is nothing to choose from; records of large pools have them with log.full_detail"
-    );
-    let endpoints = (1u16..)
-        .zip(&record.loads)
-        .map(|(i, load)| {
-            let address = if load.address.is_empty() {
-                SocketAddr::from(([127, 0, 0, 1], i))
-            } else {
-                load.address.parse().with_context(|| format!("`{}` is no ip:port", load.address))?
-            };
-            let endpoint = Endpoint {
-                weight: match load.weight {
-                    0.0 => 1.0,
-                    weight => endpoint::weight(weight)
-                        .map_err(anyhow::Error::msg)
-                        .with_context(|| load.name.clone())?,
-                },
-                ..Endpoint::new(load.name.clone(), address)
-            };
-            Ok((
-                endpoint,
-                Load {
-                    requests: load.requests.max(u64::from(load.tokens > 0)),
-                    tokens: load.tokens,
-                },
-            ))
-        })
-        .collect::<anyhow::Result<Vec<_>>>()?;
-    let conversation = record.conversation.as_ref().map(|given| {
-        let source = if given.source.is_empty() { "the file" } else { &given.source };
-        let named = Conversation::named(given.id.clone(), KeySource::Header(source.to_owned()));
-        let key = hash(&given.key).context("conversation.key")?.unwrap_or(named.key);
-        Ok::<_, anyhow::Error>(Conversation { key, ..named })
-    });
     let points = match record.ring_points {
         0 => Config::default().ring.points,
         points => Points::try_from(u64::from(points))
             .map_err(anyhow::Error::msg)
             .context("ring_points")?,
     };
-    Ok(Scenario {
-        endpoints,
-        ring_points: points.get(),
-        conversation: conversation.transpose()?,
-        prompt_tokens: record.prompt_tokens,
-        max_tokens: record.max_tokens,
-        placed: record
-            .placement
-            .as_ref()
-            .map(|placed| (placed.endpoint.clone(), placed.cached_tokens)),
-        sequence: record.sequence,
-        seed: hash(&record.seed).context("seed")?.unwrap_or(0),
-        destinations: NonZeroUsize::new(record.destinations.len()).unwrap_or(NonZeroUsize::MIN),
-        sights: record.loads.iter().filter_map(sight).collect(),
-        output: record.expected_output.unwrap_or(100.0),
-        hot: record.hot.unwrap_or(0.0),
-        scale: record.scale.unwrap_or(1.0),
-    })
-}
-
-/// Reads what was seen of an endpoint's engine.
-fn sight(load: &pb::EndpointLoad) -> Option<(String, Sight)> {
-    let seen = load.sight.as_ref()?;
-    let sight = Sight {
-        backlog: seen.backlog,
-        waiting: seen.waiting,
-        answers: seen.answers,
-        contexts: seen.contexts,
-        balance: seen.balance,
-        prompt_pace: seen.prompt_pace,
-        answer_pace: seen.answer_pace,
-        cached: seen.cached,
-        memory: seen.memory,
-        stuck: seen.stuck,
-    };
-    Some((load.name.clone(), sight))
-}
-
-/// Reads 16 hex digits, or nothing.
-fn hash(text: &str) -> anyhow::Result<Option<u64>> {
-    if text.is_empty() {
-        return Ok(None);
-    }
-    u64::from_str_radix(text, 16)
-        .map(Some)
-        .with_context(|| format!("`{text}` is no hash of 16 hex digits"))
+    recall::scenario(record, points.get())
 }
 
 /// Reads a body as the picker does and sets it before idle endpoints.

@@ -50,6 +50,8 @@ pub struct Config {
     pub answers: Answers,
     /// The log.
     pub log: Log,
+    /// Records of requests, for deciding them again.
+    pub records: Records,
     /// OpenTelemetry traces.
     pub tracing: Tracing,
     /// The end.
@@ -299,6 +301,19 @@ pub struct Log {
     pub full_detail: bool,
 }
 
+/// Records of requests, for deciding them again.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Records {
+    /// File that gets a JSON line for each request that ended, without text of prompts, for `llm-ring-lab replay`;
+    /// absent: no records.
+    pub path: Option<PathBuf>,
+    /// Bytes of one file, 65,536 or more; beyond them it becomes `PATH.1`, and a new one is begun.
+    pub max_bytes: Ranged<65_536, 0x100_0000_0000>,
+    /// Files that are kept, the one that is written among them, 1 to 1,000.
+    pub files: Ranged<1, 1000>,
+}
+
 /// OpenTelemetry traces.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
@@ -463,6 +478,12 @@ impl Default for Log {
             decisions: true,
             full_detail: false,
         }
+    }
+}
+
+impl Default for Records {
+    fn default() -> Self {
+        Self { path: None, max_bytes: Ranged(64 << 20), files: Ranged(4) }
     }
 }
 

@@ -26,9 +26,10 @@ use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
 use super::waiting::{Seat, WaitingRoom};
 use crate::index::hash;
+use crate::pool::InferenceRequest;
 use crate::scheduling::{Booking, Decided, Decision, Detail, HoldSettings, Moment, Scheduler};
 use crate::telemetry::metrics::Why;
-use crate::telemetry::observer::{Observation, Observer};
+use crate::telemetry::observer::{Asking, Observation, Observer};
 
 /// What bounds a stream.
 #[derive(Debug, Clone, Copy)]
@@ -171,8 +172,15 @@ struct Waiting {
 #[derive(Debug)]
 struct Asked {
     observation: Observation,
-    request_id: String,
+    request: InferenceRequest,
     body: &'static str,
+}
+
+/// When a request was decided, on what, and how long that took.
+struct Turn<'a> {
+    moment: Moment<'a>,
+    begun: Instant,
+    took: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -216,21 +224,24 @@ impl Pump {
             Effect::Rejected(rejection) => {
                 // After its pick the request is under observation already.
                 let mut observation = self.observation.take().unwrap_or_else(|| self.observe());
+                let now = Instant::now();
                 self.booking = None;
                 self.shared.observer.rejected(
                     &mut observation,
-                    rejection.as_str(),
-                    &rejection.to_string(),
+                    (rejection.as_str(), &rejection.to_string()),
                     self.exchange.request_id(),
+                    now,
                 );
             }
             Effect::FirstToken => {
+                // One time for both: what is recorded is what was decided with.
+                let now = Instant::now();
                 if let Some(booking) = &mut self.booking {
-                    booking.first_token(self.shared.epoch.elapsed());
+                    booking.first_token(now.saturating_duration_since(self.shared.epoch));
                     self.shared.call_waiting();
                 }
                 if let Some(observation) = &mut self.observation {
-                    self.shared.observer.first_token(observation, Instant::now());
+                    self.shared.observer.first_token(observation, now);
                 }
             }
             Effect::Finish(outcome) => self.finish(&outcome),
@@ -263,13 +274,16 @@ impl Pump {
             seed: shared.seeds.draw(),
             ..Moment::default()
         };
-        let asked = Asked { observation, request_id: request.id.clone(), body };
         let decided = match &shared.waiting_room {
             None => Ok(shared.scheduler.schedule(&request, moment, shared.detail)),
             Some(room) => room.enter(&request, moment),
         };
+        let asked = Asked { observation, request, body };
         match decided {
-            Ok(decided) => self.decided(asked, decided, begun.elapsed()),
+            Ok(decided) => {
+                let turn = Turn { moment, begun, took: begun.elapsed() };
+                self.decided(asked, decided, turn);
+            }
             Err(seat) => {
                 shared.observer.metrics.waiting.inc();
                 self.waiting = Some(Waiting { seat, asked });
@@ -277,8 +291,8 @@ impl Pump {
         }
     }
 
-    fn decided(&mut self, asked: Asked, decided: Decided, took: Duration) {
-        let Asked { mut observation, request_id, body } = asked;
+    fn decided(&mut self, asked: Asked, decided: Decided, turn: Turn<'_>) {
+        let Asked { mut observation, request, body } = asked;
         let shared = Arc::clone(&self.shared);
         match decided {
             Ok((decision, booking)) => {
@@ -292,24 +306,28 @@ impl Pump {
                         Vec::new()
                     },
                 });
-                shared.observer.decided(&mut observation, decision, &request_id, body, took);
+                let Turn { moment, begun, took } = turn;
+                let asking = Asking { request: &request, moment, body, begun, took };
+                shared.observer.decided(&mut observation, decision, asking);
                 self.observation = Some(observation);
             }
             Err(refusal) => {
-                let text = refusal.to_string();
-                shared.observer.rejected(&mut observation, refusal.as_str(), &text, &request_id);
+                let (why, text) = (refusal.as_str(), refusal.to_string());
+                let refused = (why, text.as_str());
+                shared.observer.rejected(&mut observation, refused, &request.id, turn.begun);
                 self.exchange.refused(refusal);
             }
         }
     }
 
     fn finish(&mut self, outcome: &crate::pool::Outcome) {
+        let now = Instant::now();
         if let Some(booking) = self.booking.take() {
-            booking.finish(outcome, self.shared.epoch.elapsed());
+            booking.finish(outcome, now.saturating_duration_since(self.shared.epoch));
             self.shared.call_waiting();
         }
         if let Some(observation) = self.observation.take() {
-            self.shared.observer.ended(observation, outcome, Instant::now());
+            self.shared.observer.ended(observation, outcome, now);
         }
     }
 
@@ -381,12 +399,14 @@ impl Stream for Pump {
             }
             if let Some(Waiting { seat, .. }) = &mut pump.waiting {
                 let shared = &pump.shared;
-                let Poll::Ready(decided) = seat.poll(cx, || shared.call_waiting()) else {
+                let Poll::Ready((now, decided)) = seat.poll(cx, || shared.call_waiting()) else {
                     return Poll::Pending;
                 };
                 shared.observer.metrics.waiting.dec();
                 if let Some(Waiting { asked, .. }) = pump.waiting.take() {
-                    pump.decided(asked, decided, Duration::ZERO);
+                    let begun = pump.shared.epoch + now;
+                    let moment = Moment { now, ..Moment::default() };
+                    pump.decided(asked, decided, Turn { moment, begun, took: Duration::ZERO });
                 }
                 continue;
             }

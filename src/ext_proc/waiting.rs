@@ -16,10 +16,13 @@ use crate::scheduling::{Decided, Detail, Hold, HoldSettings, Moment, Scheduler};
 /// A head that is being computed shortens the backlog without a word: those who wait look again this often.
 const TICK: Duration = Duration::from_millis(20);
 
+/// When a request was decided, since the picker's start, and how.
+type Called = (Duration, Decided);
+
 /// Where requests wait.
 #[derive(Debug)]
 pub(super) struct WaitingRoom {
-    hold: Mutex<Hold<oneshot::Sender<Decided>>>,
+    hold: Mutex<Hold<oneshot::Sender<Called>>>,
     scheduler: Arc<Scheduler>,
     detail: Detail,
 }
@@ -27,7 +30,7 @@ pub(super) struct WaitingRoom {
 /// One that waits.
 #[derive(Debug)]
 pub(super) struct Seat {
-    called: oneshot::Receiver<Decided>,
+    called: oneshot::Receiver<Called>,
     tick: Pin<Box<Sleep>>,
 }
 
@@ -60,18 +63,18 @@ impl WaitingRoom {
             drop(hold);
             let Some((caller, decided)) = next else { return };
             // Who has gone in this moment leaves the booking behind, and it is released as it is dropped.
-            drop(caller.send(decided));
+            drop(caller.send((now, decided)));
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Hold<oneshot::Sender<Decided>>> {
+    fn lock(&self) -> MutexGuard<'_, Hold<oneshot::Sender<Called>>> {
         self.hold.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Seat {
     /// Waits to be called; `look` is called when it is time to look again.
-    pub(super) fn poll(&mut self, cx: &mut Context<'_>, look: impl Fn()) -> Poll<Decided> {
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>, look: impl Fn()) -> Poll<Called> {
         loop {
             if let Poll::Ready(called) = Pin::new(&mut self.called).poll(cx) {
                 return Poll::Ready(called.expect("the room keeps the caller until it calls"));

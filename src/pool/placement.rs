@@ -68,6 +68,11 @@ impl Placement {
         self.answers.get(&hash::hash(response_id.as_bytes())).copied()
     }
 
+    /// Takes over what another memory knew of a conversation, unless it is remembered here.
+    pub fn remember(&mut self, conversation: u64, placed: Placed) {
+        self.served.get_or_insert(conversation, || vec![placed]);
+    }
+
     /// Returns the keys of the remembered conversations, the latest first, at most so many.
     #[must_use]
     pub fn conversations(&self, most: usize) -> Vec<u64> {

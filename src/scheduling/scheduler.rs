@@ -12,8 +12,8 @@ use super::{
 };
 use crate::pool::estimate::TokenEstimator;
 use crate::pool::{
-    Conversation, Decaying, Flight, InferenceRequest, KeySource, Load, LoadLedger, MOST_TOKENS,
-    Outcome, Placement, PoolSnapshot, PromptSize, Release, Ticket, Work,
+    Conversation, Decaying, EndpointId, Flight, InferenceRequest, KeySource, Load, LoadLedger,
+    MOST_TOKENS, Outcome, Placed, Placement, PoolSnapshot, PromptSize, Release, Ticket, Work,
 };
 
 /// Pools up to this size have every candidate's load in every trace; in larger ones it would cost more than the pick.
@@ -36,6 +36,9 @@ pub struct Settings {
     pub destinations: NonZeroUsize,
     /// Conversations remembered.
     pub memory_entries: NonZeroUsize,
+    /// Whether traces that have loads also have what is seen of the engines, whatever the policy looks at: then any
+    /// policy can decide a record again.
+    pub trace_sights: bool,
 }
 
 /// When requests are turned away: when no candidate has room. Without a limit there always is.
@@ -98,7 +101,7 @@ pub struct Booking {
 #[derive(Debug)]
 struct Subject {
     conversation: Option<u64>,
-    endpoint: crate::pool::EndpointId,
+    endpoint: EndpointId,
     model: Option<String>,
     prompt: PromptSize,
     prompt_tokens: u64,
@@ -165,6 +168,18 @@ impl Scheduler {
     #[must_use]
     pub fn remembered(&self) -> usize {
         self.lock().placement.len()
+    }
+
+    /// Counts on from so many decisions, as who decides a recording again has to.
+    pub fn resume(&self, decisions: u64) {
+        self.lock().sequence = decisions;
+    }
+
+    /// Takes over what another memory knew of a conversation, unless something is known here: where it was last
+    /// served, and the tokens that were believed to be cached there.
+    pub fn remember(&self, conversation: u64, endpoint: EndpointId, cached: u64) {
+        let placed = Placed { endpoint, held: cached, kept: 1.0, counted: None };
+        self.lock().placement.remember(conversation, placed);
     }
 
     /// Chooses an endpoint for `request` and books the work on it.
@@ -239,6 +254,10 @@ impl Scheduler {
             return Ok(None);
         }
         let targets = targets(&cx, choice.slot, self.settings.destinations);
+        if self.settings.trace_sights && !trace.loads.is_empty() {
+            trace.sights = cx.candidates.iter().map(|slot| (slot, cx.sight(slot))).collect();
+            (trace.output, trace.hot) = (cx.output, cx.hot);
+        }
         let prefill = estimate.tokens.saturating_sub(choice.cached).max(1);
         let flight = flight(&cx, &choice, conversation, prefix);
         let ticket =

@@ -45,6 +45,7 @@ fn scheduler_with(
         default_max_tokens: 100,
         destinations: NonZeroUsize::MIN,
         memory_entries: NonZeroUsize::new(1000).unwrap(),
+        trace_sights: false,
     };
     Arc::new(Scheduler::new(settings, pool(weights)))
 }
@@ -569,6 +570,7 @@ fn fallbacks_follow_the_pick_clockwise() {
         default_max_tokens: 1,
         destinations: NonZeroUsize::new(3).unwrap(),
         memory_entries: NonZeroUsize::MIN,
+        trace_sights: false,
     };
     let scheduler = Arc::new(Scheduler::new(settings, pool(&[1.0; 5])));
     let (decision, _booking) = pick(&scheduler, &request("c", 1), 0);

@@ -4,13 +4,21 @@
 use std::fmt::Write as _;
 
 use super::pb;
-use crate::pool::{Ending, KeySource, Outcome, Sight};
+use crate::pool::{Ending, InferenceRequest, KeySource, Outcome, Sight};
 use crate::scheduling::decision::Verdict;
-use crate::scheduling::{Decision, Step, Trace};
+use crate::scheduling::{Decision, Moment, Step, Trace};
 
 /// Makes the record of a decision; the caller adds what only it knows: time, request id, trace id.
 #[must_use]
 pub fn record(decision: &Decision) -> pb::Record {
+    let name = |slot: u32| decision.pool.endpoint(slot).name.as_str();
+    let steps = decision.trace.steps.iter().map(|step| step_of(step, &name)).collect();
+    pb::Record { steps, ..facts(decision) }
+}
+
+/// The same without the steps, which follow from the rest.
+#[must_use]
+pub fn facts(decision: &Decision) -> pb::Record {
     let trace = &decision.trace;
     let name = |slot: u32| decision.pool.endpoint(slot).name.as_str();
     pb::Record {
@@ -48,7 +56,6 @@ pub fn record(decision: &Decision) -> pb::Record {
             endpoint: name(slot).to_owned(),
             cached_tokens: cached,
         }),
-        steps: trace.steps.iter().map(|step| self::step(step, &name)).collect(),
         ..shared(trace)
     }
 }
@@ -104,6 +111,26 @@ pub fn source_name(source: &KeySource) -> &str {
         KeySource::Field(name) => name,
         KeySource::PreviousResponse => "previous_response_id",
         KeySource::Opening => "opening",
+    }
+}
+
+/// Makes what a recording holds of a request beside its decision; the caller adds when its answer came.
+#[must_use]
+pub fn asked(request: &InferenceRequest, moment: &Moment<'_>) -> pb::Asked {
+    let (prompt, evidence) = (&request.prompt, &moment.evidence);
+    pb::Asked {
+        text_bytes: prompt.text_bytes,
+        messages: prompt.messages,
+        token_ids: prompt.token_ids,
+        media: prompt.media,
+        unread: prompt.unread,
+        max_tokens: request.max_tokens,
+        subset: request.subset.iter().flatten().map(ToString::to_string).collect(),
+        prefix: moment.prefix.map(hex),
+        cached: evidence.cached.to_vec(),
+        memory: evidence.memory.to_vec(),
+        waiting: evidence.waiting.to_vec(),
+        ..pb::Asked::default()
     }
 }
 
@@ -232,7 +259,7 @@ fn time(seconds: f64) -> String {
     if seconds < 1.0 { format!("{:.3} ms", seconds * 1000.0) } else { format!("{seconds:.3} s") }
 }
 
-fn step<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
+fn step_of<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
     let named =
         |step: &str, text: String| pb::Step { step: step.to_owned(), text, ..pb::Step::default() };
     match step {

@@ -47,6 +47,8 @@ pub struct Metrics {
     pub duplicate_body_messages: Counter,
     /// Changes of membership that could not be taken over.
     pub pool_errors: Counter,
+    /// Requests that are missing in the file of records.
+    pub records_lost: Counter,
     /// Streams open now.
     pub streams: Gauge,
     /// Bytes of request bodies that wait for their pick.
@@ -99,6 +101,7 @@ impl Metrics {
             early_decisions: Family::default(),
             duplicate_body_messages: Counter::default(),
             pool_errors: Counter::default(),
+            records_lost: Counter::default(),
             streams: Gauge::default(),
             held_body_bytes: Gauge::default(),
             waiting: Gauge::default(),
@@ -146,6 +149,11 @@ impl Metrics {
             "pool_errors",
             "Changes of membership that were refused",
             m.pool_errors.clone(),
+        );
+        registry.register(
+            "records_lost",
+            "Requests that are missing in the file of records",
+            m.records_lost.clone(),
         );
         registry.register("streams", "ext_proc streams open now", m.streams.clone());
         registry.register("waiting_requests", "Requests held back now", m.waiting.clone());

@@ -2,9 +2,12 @@
 
 pub mod explain;
 pub mod init;
+mod lines;
 mod log;
 pub mod metrics;
 pub mod observer;
+pub mod recall;
+pub mod records;
 pub mod source;
 pub mod spans;
 

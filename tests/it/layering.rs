@@ -50,6 +50,7 @@ const PURE: &[&str] = &[
     "ext_proc/request",
     "ext_proc/response",
     "telemetry/explain.rs",
+    "telemetry/recall.rs",
 ];
 /// What a pure file may not name.
 const IMPURE: &[&str] = &[

@@ -17,6 +17,7 @@ mod life;
 mod modes;
 mod passage;
 mod picks;
+mod records;
 mod standalone;
 mod start;
 mod traces;
