@@ -116,7 +116,7 @@ pub(crate) fn hit_rate(workload: &str, lines: &[Line], scaled_at: Option<f64>) -
         title: format!("{workload}: prompt tokens found in a cache"),
         x: "time of sending, s",
         y: "hit rate, %",
-        marked: scaled_at.map(|at| (at, "endpoint added".to_owned())),
+        marked: scaled_at.map(|at| (at, "pool changes".to_owned())),
     };
     let mut lines = lines.to_vec();
     let average = |line: &Line| {
@@ -528,10 +528,10 @@ mod tests {
             assert!(has(&chart, text), "{text}");
         }
         let chart = hit_rate("chat:96", &lines(3), Some(1.0)).unwrap();
-        for text in ["time of sending, s", "hit rate, %", "endpoint added"] {
+        for text in ["time of sending, s", "hit rate, %", "pool changes"] {
             assert!(has(&chart, text), "{text}");
         }
-        assert!(!has(&hit_rate("chat:96", &lines(3), None).unwrap(), "endpoint added"));
+        assert!(!has(&hit_rate("chat:96", &lines(3), None).unwrap(), "pool changes"));
     }
 
     #[test]

@@ -71,6 +71,18 @@ pub(crate) fn run<T: Send>(
     make: impl Fn(&Job) -> Result<Run> + Sync,
     keep: impl Fn(&Run) -> T + Sync,
 ) -> Result<Grid<T>> {
+    run_telling(jobs, store, workers, stop, |job, _| make(job), keep)
+}
+
+/// The same for jobs that take minutes: `make` tells how much more of a job's cost is behind it.
+pub(crate) fn run_telling<T: Send>(
+    jobs: &[Job],
+    store: &Store,
+    workers: usize,
+    stop: &AtomicBool,
+    make: impl Fn(&Job, &dyn Fn(f64)) -> Result<Run> + Sync,
+    keep: impl Fn(&Run) -> T + Sync,
+) -> Result<Grid<T>> {
     let find = |at: usize| Ok(store.get(&jobs[at].key)?.as_ref().map(&keep));
     let mut results: Vec<Option<T>> = jobs.iter().map(|_| None).collect();
     for (at, found) in spread(&(0..jobs.len()).collect::<Vec<_>>(), workers, stop, find)? {
@@ -85,9 +97,14 @@ pub(crate) fn run<T: Send>(
     let work = |at: usize| -> Result<T> {
         let job = &jobs[at];
         bar.starts(done.load(Ordering::Relaxed), &job.key);
-        store.put(&job.key, &make(job)?)?;
+        let told = Mutex::new(0.0);
+        let tell = |cost: f64| {
+            *told.lock().unwrap_or_else(PoisonError::into_inner) += cost;
+            bar.ends(cost);
+        };
+        store.put(&job.key, &make(job, &tell)?)?;
         done.fetch_add(1, Ordering::Relaxed);
-        bar.ends(job.cost);
+        bar.ends(job.cost - told.into_inner().unwrap_or_else(PoisonError::into_inner));
         // Read back, so that a report is the same whether its runs were made now or found.
         let run = store.get(&job.key)?.context("it was not found where it was just put")?;
         Ok(keep(&run))

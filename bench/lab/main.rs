@@ -8,6 +8,7 @@ mod chart;
 mod digest;
 mod engine;
 mod grid;
+mod live;
 mod metrics;
 mod production;
 mod progress;
@@ -56,6 +57,8 @@ enum Command {
     Compare(Compare),
     /// Decide the records of a running picker again, under another policy or configuration
     Replay(replay::Replay),
+    /// Play workloads on real engines, behind a real Envoy with the real picker, and print the same comparison
+    Live(live::Live),
 }
 
 #[derive(Debug, Args)]
@@ -155,6 +158,7 @@ fn main() -> ExitCode {
         Command::Run(runs) => runs.run(),
         Command::Compare(compare) => compare.run(),
         Command::Replay(replay) => replay.run(),
+        Command::Live(live) => live.run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

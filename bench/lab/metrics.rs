@@ -41,7 +41,7 @@ pub(crate) enum Metric {
     /// Conversations that changed their endpoint between their last turn before and their first one after an endpoint
     /// was added, of those that have both.
     MovedAfterScale,
-    /// `FollowupHitRate` in the minute after an endpoint was added.
+    /// `FollowupHitRate` in the minute after an endpoint was added, or as long as a run on real engines looks.
     HitAfterScale,
     /// The added endpoint's part of the tokens that were computed for requests sent after it was there.
     NewShare,
@@ -171,6 +171,8 @@ pub(crate) struct Measured {
     pub(crate) seed: u64,
     pub(crate) slo: Slo,
     pub(crate) scaled_at: Option<f64>,
+    /// Whether real engines answered.
+    pub(crate) live: bool,
     /// Requests that count.
     pub(crate) sent: usize,
     pub(crate) values: BTreeMap<Metric, f64>,
@@ -212,6 +214,7 @@ impl Measured {
             seed: run.seed,
             slo: run.slo,
             scaled_at: run.scaled_at,
+            live: run.live.is_some(),
             sent: counting.len(),
             values: Metric::ALL
                 .into_iter()
@@ -292,6 +295,9 @@ impl Rows<'_> {
     }
 
     fn avoidable(&self) -> Option<f64> {
+        if self.run.live.is_some() {
+            return None;
+        }
         let missed = served(self.counting.iter().copied())
             .map(|row| row.best_cached.saturating_sub(row.cached));
         let prompts = served(self.counting.iter().copied()).map(|row| row.prompt);
@@ -311,12 +317,16 @@ impl Rows<'_> {
 
     fn hit_after_scale(&self) -> Option<f64> {
         let scaled = self.run.scaled_at?;
-        hit_rate(self.followups().filter(|row| (scaled..scaled + AFTER_SCALE).contains(&row.sent)))
+        let window = self.run.live.map_or(AFTER_SCALE, |live| live.window);
+        hit_rate(self.followups().filter(|row| (scaled..scaled + window).contains(&row.sent)))
     }
 
     fn new_share(&self) -> Option<f64> {
         let scaled = self.run.scaled_at?;
-        let newest = u32::try_from(self.run.endpoints.len().checked_sub(1)?).ok()?;
+        let newest = match self.run.live {
+            Some(live) => live.added?,
+            None => u32::try_from(self.run.endpoints.len().checked_sub(1)?).ok()?,
+        };
         let later = || served(self.counting.iter().copied()).filter(|row| row.sent >= scaled);
         ratio(
             tokens(later().filter(|row| row.endpoint == Some(newest)).map(computed)),
@@ -546,6 +556,7 @@ pub(crate) mod made_up {
             seed,
             slo: Slo { ttft: 0.5, itl: 0.05 },
             scaled_at: None,
+            live: None,
             rows,
             endpoints,
         }
@@ -585,6 +596,7 @@ mod tests {
             seed: 1,
             slo: Slo { ttft: 1.0, itl: 0.1 },
             scaled_at: None,
+            live: None,
             rows,
             endpoints: vec![work(3.0), work(1.0)],
         }

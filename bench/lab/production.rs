@@ -50,43 +50,79 @@ pub(crate) struct Production {
     hold: Option<Hold<usize>>,
 }
 
+/// A policy of this repository, as a name says it.
+#[derive(Debug)]
+pub(crate) struct Named<'a> {
+    name: &'a str,
+    pub(crate) policy: &'a str,
+    /// As YAML, in braces.
+    pub(crate) parameters: &'a str,
+    sees: Sees,
+}
+
+impl<'a> Named<'a> {
+    /// Reads a name; `None` if there is no such policy.
+    ///
+    /// `llm-aware{epsilon: 0.5}` sets parameters; `marginal-cost+events+metrics` lets it see more than its own
+    /// dispatches.
+    ///
+    /// # Errors
+    /// It sees what there is not.
+    pub(crate) fn read(name: &'a str) -> anyhow::Result<Option<Self>> {
+        let mut words = name.split('+');
+        let policy = words.next().unwrap_or_default();
+        let (policy, parameters) =
+            policy.find('{').map_or((policy, "{}"), |at| policy.split_at(at));
+        let (policy, parameters) = match policy {
+            // Envoy's name for it, which is the one of the comparison.
+            "least-request" => ("least-loaded", "{load: requests}"),
+            _ => (policy, parameters),
+        };
+        if !POLICIES.iter().any(|(known, _)| *known == policy) {
+            return Ok(None);
+        }
+        let mut sees = Sees::default();
+        for word in words {
+            match word {
+                "events" => sees.events = true,
+                "metrics" => sees.metrics = true,
+                "hold" => sees.hold = true,
+                _ => anyhow::bail!(
+                    "`{name}`: a policy has `+events`, `+metrics` and `+hold`, and no `{word}`"
+                ),
+            }
+        }
+        Ok(Some(Self { name, policy, parameters, sees }))
+    }
+
+    /// Tells whether it sees more than its own dispatches.
+    pub(crate) fn sees_more(&self) -> bool {
+        self.sees.events || self.sees.metrics
+    }
+
+    /// Makes its configuration.
+    ///
+    /// # Errors
+    /// A parameter is wrong.
+    pub(crate) fn config(&self) -> anyhow::Result<Config> {
+        let Self { name, policy, parameters, .. } = self;
+        let yaml = format!("{{policy: {policy}, policies: {{{policy}: {parameters}}}}}");
+        let mut config: Config =
+            serde_yaml::from_str(&yaml).with_context(|| format!("`{name}`"))?;
+        if self.sees.hold {
+            config.hold = serde_yaml::from_str(HOLD)?;
+        }
+        Ok(config)
+    }
+}
+
 /// Builds a policy of this repository; `None` if it has none of that name.
-///
-/// `llm-aware{epsilon: 0.5}` sets parameters; `marginal-cost+events+metrics` lets it see more than its own dispatches.
 ///
 /// # Errors
 /// A parameter is wrong.
 pub(crate) fn build(name: &str, setup: &Setup) -> anyhow::Result<Option<Box<dyn Router>>> {
-    let mut words = name.split('+');
-    let policy = words.next().unwrap_or_default();
-    let (policy, parameters) = policy.find('{').map_or((policy, "{}"), |at| policy.split_at(at));
-    let (policy, parameters) = match policy {
-        // Envoy's name for it, which is the one of the comparison.
-        "least-request" => ("least-loaded", "{load: requests}"),
-        _ => (policy, parameters),
-    };
-    if !POLICIES.iter().any(|(known, _)| *known == policy) {
-        return Ok(None);
-    }
-    let mut sees = Sees::default();
-    for word in words {
-        match word {
-            "events" => sees.events = true,
-            "metrics" => sees.metrics = true,
-            "hold" => sees.hold = true,
-            _ => anyhow::bail!(
-                "`{name}`: a policy has `+events`, `+metrics` and `+hold`, and no `{word}`"
-            ),
-        }
-    }
-    let mut config: Config = serde_yaml::from_str(&format!(
-        "{{policy: {policy}, policies: {{{policy}: {parameters}}}}}"
-    ))
-    .with_context(|| format!("`{name}`"))?;
-    if sees.hold {
-        config.hold = serde_yaml::from_str(HOLD)?;
-    }
-    Ok(Some(Box::new(Production::new(&config, sees, setup)?)))
+    let Some(named) = Named::read(name)? else { return Ok(None) };
+    Ok(Some(Box::new(Production::new(&named.config()?, named.sees, setup)?)))
 }
 
 impl Production {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::metrics::Measured;
-use crate::record::{Row, Run, Slo, Work};
+use crate::record::{Live, Row, Run, Slo, Work};
 
 const RECORD: &str = "run.json";
 const REQUESTS: &str = "requests.csv";
@@ -49,6 +49,8 @@ struct Record {
     parameters: Value,
     slo: Slo,
     scaled_at: Option<f64>,
+    #[serde(default)]
+    live: Option<Live>,
     /// To look at; they are measured anew when the run is read.
     metrics: Map<String, Value>,
     endpoints: Vec<Work>,
@@ -92,6 +94,7 @@ impl Store {
             seed: record.seed,
             slo: record.slo,
             scaled_at: record.scaled_at,
+            live: record.live,
             rows,
             endpoints: record.endpoints,
         }))
@@ -124,6 +127,7 @@ impl Store {
             parameters: key.parameters.clone(),
             slo: run.slo,
             scaled_at: run.scaled_at,
+            live: run.live,
             metrics: metrics.collect(),
             endpoints: run.endpoints.clone(),
             requests: REQUESTS.to_owned(),

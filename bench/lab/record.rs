@@ -55,6 +55,15 @@ pub(crate) struct Slo {
     pub(crate) itl: f64,
 }
 
+/// What is otherwise where real engines answered. What another endpoint had in its cache is not known there.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Live {
+    /// How long after `scaled_at` the caches of follow-ups are looked at, in seconds.
+    pub(crate) window: f64,
+    /// The endpoint that was added then; `None` if one went.
+    pub(crate) added: Option<u32>,
+}
+
 /// One workload under one policy with one seed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Run {
@@ -66,8 +75,10 @@ pub(crate) struct Run {
     pub(crate) seed: u64,
     /// What is asked of its requests.
     pub(crate) slo: Slo,
-    /// When an endpoint was added in the middle, in seconds.
+    /// When an endpoint was added in the middle, in seconds; on real engines, when the pool first changed.
     pub(crate) scaled_at: Option<f64>,
+    /// Of a run on real engines; a simulated one has none.
+    pub(crate) live: Option<Live>,
     /// The requests, in the order they were sent.
     pub(crate) rows: Vec<Row>,
     /// The endpoints, by their numbers.

@@ -351,7 +351,12 @@ impl Cells<'_> {
         );
         let _ = writeln!(
             out,
-            "Times are simulated. Each run's parameters, and the requests of each, are in `runs/`.\n"
+            "{} Each run's parameters, and the requests of each, are in `runs/`.\n",
+            if study.runs.iter().any(|run| run.live) {
+                "Times are real: of real engines, measured at the client."
+            } else {
+                "Times are simulated."
+            }
         );
         let _ = writeln!(out, "```sh\n{command}\n```\n");
         self.standings(&mut out);

@@ -638,6 +638,7 @@ impl Sim {
             seed,
             slo: point.slo,
             scaled_at: joined.map(|change| change.at),
+            live: None,
             rows: self.sent.iter().map(|&job| row(&self.world.jobs[job])).collect(),
             endpoints: self
                 .world
@@ -676,11 +677,15 @@ fn row(job: &Job) -> Row {
 /// The context that a generated token is reckoned to attend to when work is compared.
 const TYPICAL_CONTEXT: f64 = 1500.0;
 
+/// Returns the seconds that tokens cost by the engine model's prices.
+pub(crate) fn seconds_of_work(prefill_tokens: i64, decode_tokens: i64, p: &Params) -> f64 {
+    let prompts = prefill_tokens as f64 * p.prefill;
+    prompts + decode_tokens as f64 * (p.decode + TYPICAL_CONTEXT * p.context)
+}
+
 fn work(engine: &Engine, p: &Params) -> Work {
-    let prompts = engine.prefill_tokens as f64 * p.prefill;
-    let answers = engine.decode_tokens as f64 * (p.decode + TYPICAL_CONTEXT * p.context);
     Work {
-        seconds: (prompts + answers) / engine.speed(),
+        seconds: seconds_of_work(engine.prefill_tokens, engine.decode_tokens, p) / engine.speed(),
         prefill_tokens: count(engine.prefill_tokens),
         decode_tokens: count(engine.decode_tokens),
         preemptions: engine.preemptions,

@@ -2,6 +2,7 @@
 //! parameter set to 17.
 
 mod chat;
+mod demo;
 mod ring;
 mod shared;
 mod trace;
@@ -176,6 +177,7 @@ struct EngineWith {
 #[serde(tag = "kind", rename_all = "kebab-case")]
 enum Kind {
     Chat(chat::Chat),
+    Demo(demo::Demo),
     Rounds(chat::Rounds),
     LlmRing(ring::LlmRing),
     SharedPrefix(shared::SharedPrefix),
@@ -334,6 +336,7 @@ impl Point {
         let p = &self.engine;
         Ok(match &self.kind {
             Kind::Chat(chat) => Traffic::of(chat.clients(p, seed)),
+            Kind::Demo(demo) => Traffic::of(demo.clients(p, seed)),
             Kind::Rounds(rounds) => Traffic::of(rounds.clients(p, seed)),
             Kind::LlmRing(profile) => Traffic::of(profile.clients(p, seed)),
             Kind::SharedPrefix(shared) => shared.traffic(p, seed),

@@ -12,6 +12,8 @@ mod grpc;
 mod harness;
 mod install;
 mod kubernetes;
+#[cfg(feature = "lab")]
+mod lab;
 mod layering;
 mod life;
 mod modes;

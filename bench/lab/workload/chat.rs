@@ -33,9 +33,9 @@ pub(super) struct Chat {
 /// The pause between an answer and the next turn.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Think {
-    mean: f64,
-    most: f64,
+pub(super) struct Think {
+    pub(super) mean: f64,
+    pub(super) most: f64,
 }
 
 /// Users that send one turn every so often, as long as the test lasts.
