@@ -1,13 +1,15 @@
 //! Compiles `proto/` without protoc. The messages are also the JSON of the decision log, hence serde.
 
 /// Fields that are absent from JSON when they are absent from the message.
-const OPTIONAL: [&str; 30] = [
+const OPTIONAL: &[&str] = &[
     "Record.conversation",
     "Record.placement",
     "Record.outcome",
     "Record.asked",
     "Record.expected_output",
     "Record.hot",
+    "Record.scale",
+    "Record.held_ms",
     "EndpointLoad.sight",
     "Asked.first_token_ns",
     "Asked.max_tokens",
@@ -25,6 +27,16 @@ const OPTIONAL: [&str; 30] = [
     "Step.cached",
     "Step.threshold",
     "Step.seconds",
+    "Step.score",
+    "Step.kept",
+    "Sight.held",
+    "Sight.cold",
+    "Sight.said",
+    "Said.cached",
+    "Said.waiting",
+    "Said.running",
+    "Said.memory",
+    "Said.adapter",
     "Outcome.status",
     "Outcome.ttft_ms",
     "Outcome.prompt_tokens",
@@ -37,8 +49,7 @@ const OPTIONAL: [&str; 30] = [
 const EMPTY: [&str; 5] =
     ["Record.request_id", "Record.trace_id", "Record.refusal", "Record.model", "Record.body"];
 /// The same of lists.
-const LISTS: [&str; 5] =
-    ["Step.terms", "Asked.subset", "Asked.cached", "Asked.memory", "Asked.waiting"];
+const LISTS: [&str; 3] = ["Step.terms", "Step.scores", "Asked.subset"];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");

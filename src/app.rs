@@ -1,6 +1,7 @@
 #![allow(clippy::disallowed_methods, reason = "the composition root owns the tasks")]
 //! Builds each part from its settings, runs them, and ends them in order.
 
+mod reload;
 mod source;
 
 use std::net::SocketAddr;
@@ -18,7 +19,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::admin::decisions::DecisionService;
 use crate::admin::http;
-use crate::config::{Config, TlsMode};
+use crate::config::{Config, Origin, TlsMode};
 use crate::ext_proc::exchange::ExchangeSettings;
 use crate::ext_proc::request::ReadOptions;
 use crate::ext_proc::server::{Limits, Parts, Picker};
@@ -43,16 +44,17 @@ const HEALTH_NAMES: [&str; 5] = [
 /// gRPC messages may exceed the body limit by this much for headers, in bytes; a larger body gets its 413 from us.
 const MESSAGE_SLACK: usize = 4 << 20;
 
-/// Serves until SIGTERM or SIGINT, then drains.
+/// Serves until SIGTERM or SIGINT, then drains; follows the policy of the configuration's file, if it has one.
 ///
 /// # Errors
 /// A part cannot start: the text says which, and why.
-pub async fn serve(config: Config) -> anyhow::Result<()> {
+pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()> {
     let mut keeper = source::keeper(&config);
     let source = Source::of(&config, &mut keeper).await?;
     let scheduler = Arc::new(Scheduler::new(settings(&config)?, keeper.pool()));
     let status = Arc::new(SourceStatus::default());
     let (metrics, registry) = Metrics::new(Arc::clone(&scheduler), Arc::clone(&status));
+    let reload = reload::Reload::new(&config, origin, Arc::clone(&scheduler))?;
     let tracing = tracing(&config)?;
     let log = config.log.decisions.then_some(config.log.format);
     let records = records(&config);
@@ -110,6 +112,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let incoming = tls::incoming(grpc_listener, certificate)?;
     let mut grpc = tokio::spawn(grpc.serve_with_incoming_shutdown(incoming, stopped(stopping)));
     let reporting = tokio::spawn(readiness.follow(health));
+    let reloading = tokio::spawn(reload.follow());
 
     let mut signals = Signals::new()?;
     let asked = tokio::select! {
@@ -142,7 +145,12 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
             Ok(())
         }
     };
-    for task in [reporting.abort_handle(), http.abort_handle(), admin.abort_handle()] {
+    for task in [
+        reporting.abort_handle(),
+        reloading.abort_handle(),
+        http.abort_handle(),
+        admin.abort_handle(),
+    ] {
         task.abort();
     }
     // Its sender is dropped when there is nothing to wait for any more.

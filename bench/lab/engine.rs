@@ -304,7 +304,12 @@ impl Engine {
         self.waiting.len()
     }
 
-    /// Counts the blocks of their prompts.
+    /// Counts the requests that are admitted and not done.
+    pub(crate) fn running(&self) -> usize {
+        self.prefilling.len() + usize::try_from(self.decoding).unwrap_or(0)
+    }
+
+    /// Counts the blocks of the prompts of those that wait.
     pub(crate) fn waiting_blocks(&self) -> i64 {
         self.waiting_blocks
     }

@@ -180,14 +180,19 @@ impl Production {
         if self.sees.events {
             let alike = request.blocks[request.blocks.len() / 2];
             seen.prefix = Some(hash::hash(&alike.to_le_bytes()));
-            let blocks = |number| self.under_way.prefix(number, request, world) as i64;
-            let cached = |number| tokens((blocks(number) * world.params.block).min(request.prompt));
+            let cached = |number| Some(tokens(world.prefix_tokens(number, request)));
+            let coming = |number| {
+                let blocks = self.under_way.prefix(number, request, world) as i64;
+                Some(tokens((blocks * world.params.block).min(request.prompt)))
+            };
             seen.cached = numbers().map(cached).collect();
+            seen.coming = numbers().map(coming).collect();
         }
         if self.sees.metrics {
             let metrics = world.metrics();
-            seen.memory = numbers().map(|number| metrics[number].cache).collect();
-            seen.waiting = numbers().map(|number| metrics[number].waiting as u64).collect();
+            seen.memory = numbers().map(|number| Some(metrics[number].cache)).collect();
+            seen.waiting = numbers().map(|number| Some(metrics[number].waiting as u64)).collect();
+            seen.running = numbers().map(|number| Some(metrics[number].running as u64)).collect();
         }
         seen
     }
@@ -195,16 +200,18 @@ impl Production {
 
 #[derive(Default)]
 struct Seen {
-    cached: Vec<u64>,
-    memory: Vec<f64>,
-    waiting: Vec<u64>,
+    cached: Vec<Option<u64>>,
+    coming: Vec<Option<u64>>,
+    memory: Vec<Option<f64>>,
+    waiting: Vec<Option<u64>>,
+    running: Vec<Option<u64>>,
     prefix: Option<u64>,
 }
 
 impl Seen {
     fn moment(&self, now: Duration, seed: u64) -> Moment<'_> {
-        let Self { cached, memory, waiting, prefix } = self;
-        let evidence = Evidence { cached, memory, waiting };
+        let Self { cached, coming, memory, waiting, running, prefix } = self;
+        let evidence = Evidence { cached, coming, memory, waiting, running, adapters: &[] };
         Moment { now, seed, evidence, prefix: *prefix, held: Duration::ZERO }
     }
 }

@@ -88,6 +88,7 @@ pub(crate) struct Setup {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Metrics {
     pub(crate) waiting: usize,
+    pub(crate) running: usize,
     /// Share of the cache that running requests hold.
     pub(crate) cache: f64,
 }
@@ -239,6 +240,7 @@ impl World {
             if self.now - *at >= self.knobs.metrics_age || values.len() != self.engines.len() {
                 let poll = |engine: &Engine| Metrics {
                     waiting: engine.waiting(),
+                    running: engine.running(),
                     cache: engine.use_of_cache(),
                 };
                 *values = self.engines.iter().map(poll).collect();

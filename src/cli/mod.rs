@@ -11,12 +11,12 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_yaml::Value;
 
-use crate::config::{self, File, Loaded, Overrides};
-use crate::scheduling::POLICIES;
+use crate::config::{self, File, Loaded, Origin, Overrides};
+use crate::scheduling::{ALIASES, POLICIES};
 use crate::telemetry;
 
 /// An endpoint picker for the Kubernetes Gateway API Inference Extension: consistent hashing with bounded loads,
@@ -57,7 +57,7 @@ struct Settings {
     #[arg(long, short, value_name = "FILE")]
     endpoints: Option<PathBuf>,
     /// Policy [policy]
-    #[arg(long, short, value_name = "NAME", value_parser = PossibleValuesParser::new(POLICIES.iter().map(|&(name, _)| name)))]
+    #[arg(long, short, value_name = "NAME", value_parser = policies())]
     policy: Option<String>,
     /// Address of all ports [server.address]
     #[arg(long, value_name = "IP")]
@@ -94,6 +94,15 @@ enum Output {
     Text,
     /// For a program
     Json,
+}
+
+/// The names of policies, and what else they are called.
+fn policies() -> PossibleValuesParser {
+    let value = |&(name, _): &(&'static str, &str)| {
+        let aliases = ALIASES.iter().filter(move |(_, of)| *of == name).map(|&(alias, _)| alias);
+        PossibleValue::new(name).aliases(aliases)
+    };
+    PossibleValuesParser::new(POLICIES.iter().map(value))
 }
 
 /// Runs the command that the arguments are.
@@ -133,7 +142,7 @@ fn show(settings: Settings, ignored: Vec<String>) -> anyhow::Result<()> {
 }
 
 fn serve(settings: Settings, ignored: Vec<String>) -> anyhow::Result<()> {
-    let Loaded { config, warnings, .. } = settings.load()?;
+    let Loaded { config, warnings, origin, .. } = settings.load()?;
     telemetry::init::log(config.log.format, &config.log.level)?;
     for warning in warnings.into_iter().chain(ignored) {
         tracing::warn!("{warning}");
@@ -148,7 +157,7 @@ fn serve(settings: Settings, ignored: Vec<String>) -> anyhow::Result<()> {
             builder
         }
     };
-    runtime.enable_all().build()?.block_on(crate::app::serve(config))
+    runtime.enable_all().build()?.block_on(crate::app::serve(config, origin))
 }
 
 impl Settings {
@@ -174,13 +183,14 @@ impl Settings {
         overrides.extend(
             values.into_iter().filter_map(|(path, from, value)| Some((path, from, value?))),
         );
-        let file = match (self.config, self.config_text) {
-            (Some(path), _) => Some(File::read(&path)?),
+        let file = match (&self.config, self.config_text) {
+            (Some(path), _) => Some(File::read(path)?),
             (None, Some(text)) => Some(File { name: "--config-text".to_owned(), text }),
             (None, None) => None,
         };
         let mut loaded = config::load(file, &environment, &overrides)?;
         loaded.warnings.extend(warnings);
+        loaded.origin = self.config.map(|path| Origin::new(path, environment, overrides));
         Ok(loaded)
     }
 }

@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::ext_proc::reply::ErrorFormat;
 use crate::pool::Release;
-use crate::scheduling::{POLICIES, Policies};
+use crate::scheduling::{ALIASES, POLICIES, Policies, named};
 use crate::telemetry::init::LogFormat;
 use crate::yaml;
 
-pub use source::{ConfigError, File, Loaded, Overrides, load};
+pub use source::{ConfigError, File, Loaded, Origin, Overrides, load};
 
 /// The whole configuration.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
@@ -503,10 +503,10 @@ impl TryFrom<String> for PolicyName {
     type Error = String;
 
     fn try_from(name: String) -> Result<Self, String> {
-        if POLICIES.iter().any(|&(known, _)| known == name) {
-            return Ok(Self(name));
+        if let Some(name) = named(&name) {
+            return Ok(Self(name.to_owned()));
         }
-        let known: Vec<&str> = POLICIES.iter().map(|&(name, _)| name).collect();
+        let known: Vec<&str> = POLICIES.iter().chain(ALIASES).map(|&(name, _)| name).collect();
         Err(yaml::unknown("policy", &name, &known))
     }
 }

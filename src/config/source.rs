@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_yaml::Value;
 
 use super::{Config, TlsMode};
+use crate::scheduling::named;
 use crate::yaml;
 
 /// The configuration, with where it is from.
@@ -16,6 +17,8 @@ pub struct Loaded {
     pub config: Config,
     /// What was read and is not in force, for a person to know.
     pub warnings: Vec<String>,
+    /// How to read it again, where it has a file that can change.
+    pub origin: Option<Origin>,
     file: Option<String>,
     /// Paths that something else than a default has set.
     sources: BTreeMap<String, Source>,
@@ -26,6 +29,32 @@ enum Source {
     File,
     /// A flag or a variable, as it is shown.
     Named(&'static str),
+}
+
+/// A configuration's file, and what it was put together with.
+#[derive(Debug, Clone)]
+pub struct Origin {
+    /// The file.
+    pub path: PathBuf,
+    environment: Overrides,
+    flags: Overrides,
+}
+
+impl Origin {
+    /// Notes where a configuration is from.
+    #[must_use]
+    pub fn new(path: PathBuf, environment: Overrides, flags: Overrides) -> Self {
+        Self { path, environment, flags }
+    }
+
+    /// Puts the configuration together anew from what the file says now.
+    ///
+    /// # Errors
+    /// As [`load`].
+    pub fn load(&self, text: String) -> Result<Config, ConfigError> {
+        let file = File { name: self.path.display().to_string(), text };
+        load(Some(file), &self.environment, &self.flags).map(|loaded| loaded.config)
+    }
 }
 
 /// Why a configuration is not one.
@@ -80,7 +109,15 @@ pub fn load(
         } else {
             config = yaml::parse(text).map_err(|error| ConfigError(format!("{name}:{error}")))?;
             leaves("", &document, &mut |at, _| {
-                sources.insert(at.to_owned(), Source::File);
+                sources.insert(shown(at), Source::File);
+            });
+            // What follows from a value of the file is from there too, such as the scorers of a profile.
+            let defaults = serde_yaml::to_value(Config::default()).unwrap_or_default();
+            let effective = serde_yaml::to_value(&config).unwrap_or_default();
+            leaves("", &effective, &mut |at, value| {
+                if find(&defaults, at) != Some(value) {
+                    sources.entry(at.to_owned()).or_insert(Source::File);
+                }
             });
         }
     }
@@ -100,7 +137,7 @@ pub fn load(
         Some(name) => ConfigError(format!("{name}: {}", error.0)),
         None => error,
     })?;
-    Ok(Loaded { config, warnings, file, sources })
+    Ok(Loaded { config, warnings, origin: None, file, sources })
 }
 
 /// Returns the plugins that the upstream picker's configuration names, if it is one.
@@ -236,6 +273,19 @@ impl Loaded {
     }
 }
 
+/// Returns the path under which a value is shown: a policy may be called by another name.
+fn shown(path: &str) -> String {
+    let renamed = path.strip_prefix("policies.").and_then(|rest| {
+        let (policy, rest) = rest.split_once('.')?;
+        Some(format!("policies.{}.{rest}", named(policy)?))
+    });
+    renamed.unwrap_or_else(|| path.to_owned())
+}
+
+fn find<'a>(document: &'a Value, path: &str) -> Option<&'a Value> {
+    path.split('.').try_fold(document, |value, key| value.get(key))
+}
+
 fn join(at: &str, key: &str) -> String {
     if at.is_empty() { key.to_owned() } else { format!("{at}.{key}") }
 }
@@ -340,6 +390,25 @@ mod tests {
         assert_eq!(parse(&text).unwrap(), loaded.config);
         assert!(text.lines().any(|line| line.starts_with("policy: \"bounded\"") && line.ends_with("# --policy")), "{text}");
         assert!(text.contains("# default"));
+    }
+
+    #[test]
+    fn a_policy_s_other_name_is_the_same_policy_and_a_profile_is_shown_whole() {
+        let text = "policy: kvaware\npolicies: { kvaware: { threshold: 5 }, weighted: { profile: guide } }";
+        let file = File { name: "ring.yaml".to_owned(), text: text.to_owned() };
+        let loaded = load(Some(file), &Vec::new(), &Vec::new()).unwrap();
+        assert_eq!(loaded.config.policy.as_str(), "kv-aware");
+        let shown = loaded.render();
+        let from_file = |part: &str| {
+            let line = shown.lines().find(|line| line.contains(part)).unwrap();
+            assert!(line.ends_with("# ring.yaml"), "{line}");
+        };
+        for part in
+            ["policy: \"kv-aware\"", "threshold: 5", "token-load-scorer", "affinity_threshold"]
+        {
+            from_file(part);
+        }
+        assert_eq!(parse(&shown).unwrap(), loaded.config);
     }
 
     #[test]

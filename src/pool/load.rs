@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use super::{EndpointId, EngineQueue, Flight, Pace, Place, PoolSnapshot, Prices, Sight};
+use super::{EndpointId, EngineQueue, Flight, Pace, Place, PoolSnapshot, Prices, Said, Sight};
 
 /// What is booked on one endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -153,6 +153,10 @@ impl LoadLedger {
             cached: 0.0,
             memory: (queue.contexts() + queue.prompts()) / self.prices.capacity,
             stuck: 0.0,
+            held: 0.0,
+            uncached: queue.uncached(),
+            cold: queue.cold(),
+            said: Said::default(),
         }
     }
 
@@ -160,6 +164,11 @@ impl LoadLedger {
     #[must_use]
     pub fn queue(&self, slot: u32) -> &EngineQueue {
         &self.counters[self.by_slot[slot as usize] as usize].queue
+    }
+
+    /// Notes that decision `sequence` gave the endpoint in `slot` a prompt of which nothing was cached anywhere.
+    pub fn note_cold(&mut self, slot: u32, sequence: u64) {
+        self.counters[self.by_slot[slot as usize] as usize].queue.note_cold(sequence);
     }
 
     /// Notes the first token of an answer. A second call does nothing.
@@ -265,6 +274,7 @@ mod tests {
             conversation: None,
             prefix: None,
             prompt: 1.0,
+            uncached: 1.0,
             output: 1.0,
             seconds: 1.0,
             work: 1.0,

@@ -17,6 +17,6 @@ pub use load::{Load, LoadLedger, MOST_TOKENS, Release, Ticket, Work};
 pub use outcome::{Ending, Outcome, Usage};
 pub use placement::{Placed, Placement};
 pub use prices::Prices;
-pub use queue::{Decaying, EngineQueue, Flight, Pace, Place, Sight};
+pub use queue::{AdapterState, Adapters, Decaying, EngineQueue, Flight, Pace, Place, Said, Sight};
 pub use request::{Conversation, InferenceRequest, KeySource, PromptSize};
 pub use snapshot::{PoolError, PoolSnapshot};

@@ -20,6 +20,8 @@ pub struct Flight {
     pub prefix: Option<u64>,
     /// Tokens of its prompt.
     pub prompt: f64,
+    /// Those of them that were not believed to be cached when it was dispatched.
+    pub uncached: f64,
     /// Tokens that it is expected to generate.
     pub output: f64,
     /// Seconds to its first token once it is at the head of the queue, by the prices.
@@ -42,6 +44,8 @@ pub struct EngineQueue {
     busy: f64,
     pace: Pace,
     next: u64,
+    /// The last decision that gave it a prompt of which nothing was cached anywhere.
+    cold: Option<u64>,
 }
 
 /// What is seen of an engine by who has to choose: all that a cost is made of, and what a record of it holds.
@@ -67,6 +71,93 @@ pub struct Sight {
     pub memory: f64,
     /// Requests that wait for memory, as the engine says.
     pub stuck: f64,
+    /// Tokens of the prompt that are in its cache now, as the engine says or else as we remember.
+    pub held: f64,
+    /// Prompt tokens that it has still to compute, of requests that wait for their first token.
+    pub uncached: f64,
+    /// The last decision that gave it a prompt of which nothing was cached anywhere.
+    pub cold: Option<u64>,
+    /// What the engine says itself.
+    pub said: Said,
+}
+
+/// What an engine says of itself; what it does not say is unknown, and neither 0 nor none.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Said {
+    /// Tokens of the prompt in its cache.
+    pub cached: Option<f64>,
+    /// Requests that wait there.
+    pub waiting: Option<f64>,
+    /// Requests that run there.
+    pub running: Option<f64>,
+    /// Share of its KV memory in use.
+    pub memory: Option<f64>,
+    /// Where the adapter that the request asks for is.
+    pub adapter: Option<AdapterState>,
+}
+
+/// How near an engine is to serving a LoRA adapter, the nearest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AdapterState {
+    /// It is loaded.
+    Active,
+    /// It is not, and there is room for one more.
+    Room,
+    /// It waits to be loaded.
+    Waiting,
+    /// There is no room for it.
+    Full,
+}
+
+/// The LoRA adapters of one engine, as it says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Adapters {
+    /// Those that are loaded.
+    pub active: Vec<String>,
+    /// Those that requests wait for.
+    pub waiting: Vec<String>,
+    /// How many there may be at once.
+    pub most: usize,
+}
+
+impl AdapterState {
+    /// Every state, with the name that records have for it.
+    pub const NAMES: [(&'static str, Self); 4] = [
+        ("active", Self::Active),
+        ("room", Self::Room),
+        ("waiting", Self::Waiting),
+        ("full", Self::Full),
+    ];
+
+    /// Returns its name.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Room => "room",
+            Self::Waiting => "waiting",
+            Self::Full => "full",
+        }
+    }
+}
+
+impl Adapters {
+    /// Tells how near the engine is to serving `model`.
+    #[must_use]
+    pub fn state_of(&self, model: Option<&str>) -> AdapterState {
+        let is_in = |list: &[String]| model.is_some_and(|model| list.iter().any(|it| it == model));
+        // Engines count an adapter that runs and is waited for in both lists.
+        let queued = self.waiting.iter().filter(|it| !self.active.contains(it)).count();
+        if is_in(&self.active) {
+            AdapterState::Active
+        } else if self.active.len() + queued < self.most {
+            AdapterState::Room
+        } else if is_in(&self.waiting) {
+            AdapterState::Waiting
+        } else {
+            AdapterState::Full
+        }
+    }
 }
 
 /// A claim on an [`EngineQueue`], from dispatch to end.
@@ -228,6 +319,23 @@ impl EngineQueue {
         self.waiting.iter().map(|(_, it)| it.prompt).sum()
     }
 
+    /// Returns the tokens of those prompts that were not believed to be cached.
+    #[must_use]
+    pub fn uncached(&self) -> f64 {
+        self.waiting.iter().map(|(_, it)| it.uncached).sum()
+    }
+
+    /// Returns the last decision that gave it a prompt of which nothing was cached anywhere.
+    #[must_use]
+    pub fn cold(&self) -> Option<u64> {
+        self.cold
+    }
+
+    /// Notes that decision `sequence` gave it such a prompt.
+    pub fn note_cold(&mut self, sequence: u64) {
+        self.cold = Some(sequence);
+    }
+
     /// Returns the seconds of work a second that were dispatched here lately.
     #[must_use]
     pub fn balance(&self, now: Duration) -> f64 {
@@ -330,6 +438,7 @@ mod tests {
             conversation: Some(7),
             prefix: Some(1),
             prompt: 100.0,
+            uncached: 60.0,
             output: 20.0,
             seconds,
             work: seconds,
@@ -358,11 +467,30 @@ mod tests {
         }
         queue.first_token(&mut first, 0.1, at(12.0), &mut pool);
         assert_eq!((queue.waiting(), queue.answers()), (1, 1));
+        assert!((queue.uncached() - 60.0).abs() < 1e-9, "what is computed is no work any more");
         assert!((queue.backlog(at(13.0), 1.0) - 2.0).abs() < 1e-9);
         // One that ends without a word leaves nothing behind.
         queue.end(second, None, at(13.0), &mut pool);
         queue.end(first, Some(21), at(16.0), &mut pool);
         assert!(queue.is_idle() && queue.backlog(at(13.0), 1.0) == 0.0 && queue.contexts() == 0.0);
+    }
+
+    #[test]
+    fn an_adapter_is_active_or_has_room_or_waits_or_has_none() {
+        let list = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        let adapters = |active: &[&str], waiting: &[&str], most| {
+            Adapters { active: list(active), waiting: list(waiting), most }.state_of(Some("a"))
+        };
+        assert_eq!(adapters(&["a", "b"], &[], 2), AdapterState::Active);
+        assert_eq!(adapters(&["b"], &[], 2), AdapterState::Room);
+        // One that is in both lists takes one place.
+        assert_eq!(adapters(&["b"], &["b"], 2), AdapterState::Room);
+        assert_eq!(adapters(&["b"], &["a"], 2), AdapterState::Waiting);
+        assert_eq!(adapters(&["b", "c"], &[], 2), AdapterState::Full);
+        assert_eq!(Adapters::default().state_of(None), AdapterState::Full);
+        for (name, state) in AdapterState::NAMES {
+            assert_eq!(state.as_str(), name);
+        }
     }
 
     #[test]

@@ -47,6 +47,12 @@ pub enum Reason {
     Turn,
     /// Drawn by chance.
     Random,
+    /// Where the weighted scores are best, which is the policy.
+    BestScore,
+    /// Where most of the prompt is cached.
+    Cached,
+    /// Nothing of the prompt is known to be cached on any candidate. The scheduler notes who took such a prompt last.
+    Cold,
 }
 
 /// What load is counted in.
@@ -217,6 +223,51 @@ pub enum Step {
         /// The parts.
         terms: Terms,
     },
+    /// What the engine says of its cache, which goes before what is remembered.
+    Told {
+        /// The endpoint.
+        endpoint: u32,
+        /// Tokens of the prompt cached there.
+        cached: u64,
+    },
+    /// What an endpoint scores.
+    Scores {
+        /// The endpoint.
+        endpoint: u32,
+        /// Tokens of its prompt that are cached there.
+        cached: u64,
+        /// The parts, in the order in which they are summed.
+        parts: Vec<Score>,
+    },
+    /// A filter kept to endpoints that have most of the prompt, or did not.
+    Affinity {
+        /// Endpoints that have it.
+        sticky: usize,
+        /// All that it was asked about.
+        of: usize,
+        /// Share of the prompt that they have at least.
+        threshold: f64,
+        /// By how many seconds the least busy of them is behind the least busy of the others, if that was asked.
+        behind: Option<f64>,
+        /// What was made of it.
+        gate: Gate,
+    },
+    /// Where most of the prompt is cached, and whether it is enough.
+    Longest {
+        /// The endpoint.
+        endpoint: u32,
+        /// Tokens cached there.
+        cached: u64,
+        /// Tokens that have to be.
+        needed: u64,
+    },
+    /// Endpoints that have the longest prefix.
+    Holders {
+        /// Tokens of that prefix.
+        cached: u64,
+        /// How many have it.
+        endpoints: usize,
+    },
     /// The first candidate on the ring.
     Ring {
         /// The endpoint.
@@ -276,6 +327,38 @@ impl Terms {
     }
 }
 
+/// One part of a weighted sum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Score {
+    /// What is scored.
+    pub name: &'static str,
+    /// What it counts; below 0 it is taken off.
+    pub weight: f64,
+    /// The score.
+    pub score: f64,
+}
+
+impl Score {
+    /// Adds parts up.
+    #[must_use]
+    pub fn total(parts: &[Self]) -> f64 {
+        parts.iter().map(|part| part.weight * part.score).sum()
+    }
+}
+
+/// What a filter by affinity made of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gate {
+    /// Nobody has most of the prompt, so all are kept.
+    NobodyHasIt,
+    /// Only those that have it are kept.
+    Closed,
+    /// They are too far behind, so all are kept.
+    Open,
+    /// All are kept to explore.
+    Explores,
+}
+
 /// Outcome of a test against a cap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
@@ -319,7 +402,7 @@ pub enum Refusal {
 
 impl Reason {
     /// Every reason.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 14] = [
         Self::Home,
         Self::HomeLong,
         Self::Sticky,
@@ -331,6 +414,9 @@ impl Reason {
         Self::LowestCost,
         Self::Turn,
         Self::Random,
+        Self::BestScore,
+        Self::Cached,
+        Self::Cold,
     ];
 
     /// Returns the word.
@@ -348,6 +434,9 @@ impl Reason {
             Self::LowestCost => "lowest-cost",
             Self::Turn => "turn",
             Self::Random => "random",
+            Self::BestScore => "best-score",
+            Self::Cached => "cached",
+            Self::Cold => "cold",
         }
     }
 }

@@ -1,21 +1,24 @@
 //! The decision: which endpoint gets a request, and why.
 
 pub mod decision;
+pub mod filter;
 pub mod hold;
+pub mod picker;
 pub mod policy;
 pub mod registry;
 pub mod scenario;
 pub mod scheduler;
+pub mod scorer;
 #[cfg(test)]
 mod tests;
 
 use std::time::Duration;
 
-use crate::pool::{LoadLedger, Placed, PoolSnapshot, Sight};
+use crate::pool::{Adapters, LoadLedger, Placed, PoolSnapshot, Said, Sight};
 
-pub use decision::{Decision, Reason, Refusal, Step, Terms, Trace, Unit};
+pub use decision::{Decision, Reason, Refusal, Score, Step, Terms, Trace, Unit};
 pub use hold::{Decided, Hold, HoldSettings};
-pub use registry::{POLICIES, Policies};
+pub use registry::{ALIASES, POLICIES, Policies, named};
 pub use scenario::Scenario;
 pub use scheduler::{Admission, Booking, Detail, Scheduler, Settings};
 
@@ -32,6 +35,10 @@ pub struct Cx<'a> {
     pub ledger: &'a LoadLedger,
     /// Place of the conversation on the ring; of a request without one, a value drawn for it.
     pub key: u64,
+    /// Whether it belongs to a conversation.
+    pub in_conversation: bool,
+    /// The model asked for, which may be an adapter.
+    pub model: Option<&'a str>,
     /// Tokens of the prompt, estimated.
     pub prompt_tokens: u64,
     /// Tokens that may be generated.
@@ -74,15 +81,22 @@ pub enum Sights<'a> {
     Recorded(&'a [Sight]),
 }
 
-/// What engines say of themselves, by slot of the current pool; empty where they say nothing.
+/// What engines say of themselves, by slot of the current pool: a list is empty where nobody says it, and an entry
+/// `None` where that engine does not. What is not said is unknown and must never look like the best or the worst.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Evidence<'a> {
     /// Tokens of the prompt in the cache.
-    pub cached: &'a [u64],
+    pub cached: &'a [Option<u64>],
+    /// The same when the prompts that are under way there have been computed; not below `cached`.
+    pub coming: &'a [Option<u64>],
     /// Share of the KV memory in use.
-    pub memory: &'a [f64],
+    pub memory: &'a [Option<f64>],
     /// Requests that wait there.
-    pub waiting: &'a [u64],
+    pub waiting: &'a [Option<u64>],
+    /// Requests that run there.
+    pub running: &'a [Option<u64>],
+    /// LoRA adapters there.
+    pub adapters: &'a [Option<Adapters>],
 }
 
 /// When and with which chance a decision is made, and on what evidence.
@@ -190,32 +204,59 @@ impl Candidates {
     }
 }
 
+impl Evidence<'_> {
+    /// Returns what the engine in a slot says, with the adapter of `model`.
+    fn of(&self, at: usize, model: Option<&str>) -> Said {
+        fn entry<T: Clone>(list: &[Option<T>], at: usize) -> Option<T> {
+            list.get(at).cloned().flatten()
+        }
+        #[expect(clippy::cast_precision_loss, reason = "tokens and requests stay far below 2^52")]
+        let number = |list: &[Option<u64>]| entry(list, at).map(|number| number as f64);
+        Said {
+            cached: number(self.cached),
+            waiting: number(self.waiting),
+            running: number(self.running),
+            memory: entry(self.memory, at).filter(|share| share.is_finite()),
+            adapter: self.adapters.get(at).and_then(Option::as_ref).map(|it| it.state_of(model)),
+        }
+    }
+}
+
 impl Cx<'_> {
     /// Returns what is seen of the engine in `slot`.
     #[must_use]
     pub fn sight(&self, slot: u32) -> Sight {
         let at = slot as usize;
         let (time, conversation, prefix, evidence) = match self.sights {
-            Sights::Recorded(sights) => return sights.get(at).copied().unwrap_or_default(),
+            Sights::Recorded(sights) => {
+                let seen = sights.get(at).copied().unwrap_or_default();
+                #[expect(clippy::cast_precision_loss, reason = "tokens stay far below 2^52")]
+                let prompt = self.prompt_tokens as f64;
+                let (held, cached) = (seen.held.min(prompt), seen.cached.min(prompt));
+                return Sight { held, cached, ..seen };
+            }
             Sights::Now { time, conversation, prefix, evidence } => {
                 (time, conversation, prefix, evidence)
             }
         };
         let mut sight = self.ledger.sight(slot, time);
+        let said = evidence.of(at, self.model);
         #[expect(clippy::cast_precision_loss, reason = "tokens and requests stay far below 2^52")]
         {
+            let prompt = self.prompt_tokens as f64;
             let placed = self.places.iter().find(|it| it.endpoint == self.pool.ids()[at]);
             let remembered = placed.map_or(0, Placed::cached) as f64;
-            let cached = evidence.cached.get(at).map_or(remembered, |&tokens| tokens as f64);
+            sight.held = said.cached.unwrap_or(remembered).min(prompt);
             // What waits there is computed before this request is.
-            let coming =
-                self.ledger.queue(slot).coming(conversation, prefix, self.prompt_tokens as f64);
-            sight.cached = cached.max(coming).min(self.prompt_tokens as f64);
-            sight.stuck = evidence.waiting.get(at).map_or(0.0, |&requests| requests as f64);
+            let coming = match evidence.coming.get(at) {
+                Some(&Some(tokens)) => tokens as f64,
+                Some(None) | None => self.ledger.queue(slot).coming(conversation, prefix, prompt),
+            };
+            sight.cached = sight.held.max(coming).min(prompt);
         }
-        if let Some(&memory) = evidence.memory.get(at) {
-            sight.memory = memory;
-        }
+        sight.stuck = said.waiting.unwrap_or(0.0);
+        sight.memory = said.memory.unwrap_or(sight.memory);
+        sight.said = said;
         sight
     }
 

@@ -100,6 +100,13 @@ impl Scenario {
             .zip(pool.endpoints())
             .map(|(slot, _)| ledger.sight(slot, std::time::Duration::ZERO))
             .collect();
+        // Where nothing was seen, what is remembered is what is known.
+        if let Some((slot, placed)) = placed {
+            #[expect(clippy::cast_precision_loss, reason = "tokens stay far below 2^52")]
+            let held = placed.cached().min(self.prompt_tokens) as f64;
+            let sight = &mut sights[slot as usize];
+            (sight.held, sight.cached) = (held, held);
+        }
         for (name, sight) in &self.sights {
             if let Some(slot) = slot_of(name) {
                 sights[slot as usize] = *sight;
@@ -117,6 +124,8 @@ impl Scenario {
             weight: candidates.weight(&pool),
             ledger: &ledger,
             key: self.conversation.as_ref().map_or(self.seed, |conversation| conversation.key),
+            in_conversation: self.conversation.is_some(),
+            model: None,
             prompt_tokens: self.prompt_tokens,
             max_tokens: self.max_tokens,
             placed,
@@ -129,7 +138,7 @@ impl Scenario {
             scale: self.scale,
             detail: Detail::Full,
         };
-        let choice = scheduler::choose(policy, &cx, self.conversation.is_some(), &mut trace);
+        let choice = scheduler::choose(policy, &cx, &mut trace);
         let targets = scheduler::targets(&cx, choice.slot, self.destinations);
         Ok(Decision {
             policy: policy_name,

@@ -25,7 +25,7 @@ pub struct Settings {
     /// Name of the policy.
     pub policy_name: &'static str,
     /// The policy.
-    pub policy: Box<dyn Policy>,
+    pub policy: Arc<dyn Policy>,
     /// When requests are turned away.
     pub admission: Admission,
     /// When a prompt's tokens leave the ledger.
@@ -78,6 +78,8 @@ pub struct Scheduler {
 #[derive(Debug)]
 struct State {
     pool: Arc<PoolSnapshot>,
+    /// The policy in use, with its name; at first that of the settings.
+    policy: (&'static str, Arc<dyn Policy>),
     ledger: LoadLedger,
     placement: Placement,
     estimator: TokenEstimator,
@@ -118,6 +120,7 @@ impl Scheduler {
         let placement = Placement::new(settings.memory_entries);
         let state = State {
             pool,
+            policy: (settings.policy_name, Arc::clone(&settings.policy)),
             ledger,
             placement,
             estimator: TokenEstimator::default(),
@@ -137,6 +140,11 @@ impl Scheduler {
         drop(state);
         // A ring of a large pool is not freed while requests wait.
         drop(before);
+    }
+
+    /// Decides under another policy from now on; load in flight and memory stay.
+    pub fn set_policy(&self, name: &'static str, policy: Arc<dyn Policy>) {
+        self.lock().policy = (name, policy);
     }
 
     /// Takes the priorities of objectives, by their names, as they are now.
@@ -227,6 +235,8 @@ impl Scheduler {
             weight: candidates.weight(&state.pool),
             ledger: &state.ledger,
             key: conversation.unwrap_or(seed),
+            in_conversation: conversation.is_some(),
+            model: request.model.as_deref(),
             prompt_tokens: estimate.tokens,
             max_tokens,
             placed,
@@ -249,14 +259,15 @@ impl Scheduler {
             held,
             ..Trace::default()
         };
-        let choice = choose(&*self.settings.policy, &cx, conversation.is_some(), &mut trace);
+        let policy_name = state.policy.0;
+        let choice = choose(&*state.policy.1, &cx, &mut trace);
         if most.is_some_and(|most| cx.sight(choice.slot).backlog > most.as_secs_f64()) {
             return Ok(None);
         }
         let targets = targets(&cx, choice.slot, self.settings.destinations);
         if self.settings.trace_sights && !trace.loads.is_empty() {
             trace.sights = cx.candidates.iter().map(|slot| (slot, cx.sight(slot))).collect();
-            (trace.output, trace.hot) = (cx.output, cx.hot);
+            (trace.output, trace.hot, trace.scale) = (cx.output, cx.hot, cx.scale);
         }
         let prefill = estimate.tokens.saturating_sub(choice.cached).max(1);
         let flight = flight(&cx, &choice, conversation, prefix);
@@ -264,9 +275,12 @@ impl Scheduler {
             state.ledger.book(choice.slot, Work { prefill, decode: max_tokens }, flight, now);
         state.hot.count(prefix.or(conversation), now);
         state.sequence += 1;
+        if choice.reason == Reason::Cold {
+            state.ledger.note_cold(choice.slot, state.sequence);
+        }
         let endpoint = state.pool.ids()[choice.slot as usize];
         let decision = Decision {
-            policy: self.settings.policy_name,
+            policy: policy_name,
             reason: choice.reason,
             targets,
             cached: choice.cached,
@@ -410,7 +424,8 @@ fn flight(cx: &Cx<'_>, choice: &Choice, conversation: Option<u64>, prefix: Optio
     let output = cx.output;
     let seconds = prices.first_token(new, cached, sight.answers, sight.contexts);
     let work = prices.prompt(new, cached) + output * (prices.decode + prices.context * prompt);
-    Flight { conversation, prefix, prompt, output, seconds, work }
+    let uncached = (prompt - cached).max(0.0);
+    Flight { conversation, prefix, prompt, uncached, output, seconds, work }
 }
 
 /// Returns the tokens of a prompt that have to be computed: engines compute at least a block.
@@ -421,12 +436,7 @@ pub(super) fn new_tokens(prompt: f64, cached: f64) -> f64 {
 const LEAST_COMPUTED: f64 = 16.0;
 
 /// Runs `policy`, filling in the parts of the trace that every policy shares.
-pub(super) fn choose(
-    policy: &dyn Policy,
-    cx: &Cx<'_>,
-    has_conversation: bool,
-    trace: &mut Trace,
-) -> Choice {
+pub(super) fn choose(policy: &dyn Policy, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
     trace.key = cx.key;
     trace.sequence = cx.sequence;
     trace.seed = cx.seed;
@@ -436,7 +446,7 @@ pub(super) fn choose(
     if cx.detail == Detail::Full || trace.candidates <= LOADS_SHOWN {
         trace.loads = cx.candidates.iter().map(|slot| (slot, cx.ledger.load(slot))).collect();
     }
-    if has_conversation || !policy.needs_conversation() {
+    if cx.in_conversation || !policy.needs_conversation() {
         return policy.choose(cx, trace);
     }
     let slot = cx.least_loaded(Unit::Tokens, |slot| cx.chance(slot));

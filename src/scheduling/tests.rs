@@ -1,6 +1,8 @@
 //! The rules of the policies, and what holds for all of them.
 #![allow(clippy::wildcard_enum_match_arm, reason = "a test looks for one kind")]
 
+mod published;
+
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,9 +4,9 @@
 use std::fmt::Write as _;
 
 use super::pb;
-use crate::pool::{Ending, InferenceRequest, KeySource, Outcome, Sight};
-use crate::scheduling::decision::Verdict;
-use crate::scheduling::{Decision, Moment, Step, Trace};
+use crate::pool::{Ending, InferenceRequest, KeySource, Outcome, Said, Sight};
+use crate::scheduling::decision::{Gate, Verdict};
+use crate::scheduling::{Decision, Moment, Score, Step, Trace};
 
 /// Makes the record of a decision; the caller adds what only it knows: time, request id, trace id.
 #[must_use]
@@ -72,6 +72,16 @@ fn sight(sight: &Sight) -> pb::Sight {
         cached: sight.cached,
         memory: sight.memory,
         stuck: sight.stuck,
+        held: Some(sight.held),
+        uncached: sight.uncached,
+        cold: sight.cold,
+        said: (sight.said != Said::default()).then(|| pb::Said {
+            cached: sight.said.cached,
+            waiting: sight.said.waiting,
+            running: sight.said.running,
+            memory: sight.said.memory,
+            adapter: sight.said.adapter.map(|state| state.as_str().to_owned()),
+        }),
     }
 }
 
@@ -117,7 +127,7 @@ pub fn source_name(source: &KeySource) -> &str {
 /// Makes what a recording holds of a request beside its decision; the caller adds when its answer came.
 #[must_use]
 pub fn asked(request: &InferenceRequest, moment: &Moment<'_>) -> pb::Asked {
-    let (prompt, evidence) = (&request.prompt, &moment.evidence);
+    let prompt = &request.prompt;
     pb::Asked {
         text_bytes: prompt.text_bytes,
         messages: prompt.messages,
@@ -127,9 +137,6 @@ pub fn asked(request: &InferenceRequest, moment: &Moment<'_>) -> pb::Asked {
         max_tokens: request.max_tokens,
         subset: request.subset.iter().flatten().map(ToString::to_string).collect(),
         prefix: moment.prefix.map(hex),
-        cached: evidence.cached.to_vec(),
-        memory: evidence.memory.to_vec(),
-        waiting: evidence.waiting.to_vec(),
         ..pb::Asked::default()
     }
 }
@@ -429,6 +436,64 @@ fn step_of<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
                 )
             }
         }
+        Step::Told { endpoint, cached } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            cached: Some(*cached),
+            ..named(
+                "told",
+                format!("{} says that it has {cached} tokens of it cached", name(*endpoint)),
+            )
+        },
+        Step::Scores { endpoint, cached, parts } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            cached: Some(*cached),
+            score: Some(Score::total(parts)),
+            scores: parts
+                .iter()
+                .map(|part| pb::Score {
+                    name: part.name.to_owned(),
+                    weight: part.weight,
+                    score: part.score,
+                })
+                .collect(),
+            ..named("score", scores(name(*endpoint), *cached, parts))
+        },
+        Step::Affinity { sticky, of, threshold, behind, gate } => pb::Step {
+            kept: Some(u64::from(count(if *gate == Gate::Closed { *sticky } else { *of }))),
+            seconds: *behind,
+            verdict: Some(
+                match gate {
+                    Gate::NobodyHasIt => "nobody",
+                    Gate::Closed => "kept",
+                    Gate::Open => "behind",
+                    Gate::Explores => "explores",
+                }
+                .to_owned(),
+            ),
+            ..named("affinity", affinity(*sticky, *of, *threshold, *behind, *gate))
+        },
+        Step::Longest { endpoint, cached, needed } => pb::Step {
+            endpoint: Some(name(*endpoint).to_owned()),
+            cached: Some(*cached),
+            threshold: Some(*needed),
+            ..named(
+                "longest",
+                format!(
+                    "most of it is cached on {}: {cached} tokens, {} {needed} → {}",
+                    name(*endpoint),
+                    if cached >= needed { "at least" } else { "fewer than" },
+                    if cached >= needed { "there" } else { "too few" },
+                ),
+            )
+        },
+        Step::Holders { cached, endpoints } => pb::Step {
+            cached: Some(*cached),
+            kept: Some(u64::from(count(*endpoints))),
+            ..named(
+                "holders",
+                format!("the longest prefix of it, {cached} tokens, is on {endpoints} endpoints"),
+            )
+        },
         Step::Ring { endpoint } => pb::Step {
             endpoint: Some(name(*endpoint).to_owned()),
             ..named("ring", format!("first on the ring: {}", name(*endpoint)))
@@ -442,6 +507,36 @@ fn step_of<'a>(step: &Step, name: &dyn Fn(u32) -> &'a str) -> pb::Step {
             ..named("modulo", format!("{of} mod {n} = {}: {}", of % n, name(*endpoint)))
         },
     }
+}
+
+fn scores(name: &str, cached: u64, parts: &[Score]) -> String {
+    let thousandth = |x: f64| (x * 1000.0).round() / 1000.0;
+    let parts_text: Vec<String> = parts
+        .iter()
+        .map(|part| {
+            format!("{} {} × {}", part.name, thousandth(part.weight), thousandth(part.score))
+        })
+        .collect();
+    format!(
+        "{name} scores {} with {cached} tokens cached: {}",
+        thousandth(Score::total(parts)),
+        parts_text.join(" + ")
+    )
+}
+
+fn affinity(sticky: usize, of: usize, threshold: f64, behind: Option<f64>, gate: Gate) -> String {
+    let have = format!("{sticky} of {of} endpoints have {threshold} of it or more");
+    let behind = behind.map_or_else(String::new, |seconds| {
+        let word = if seconds < 0.0 { "ahead of" } else { "behind" };
+        format!(", the least busy of them {} {word} the others", time(seconds.abs()))
+    });
+    let gate = match gate {
+        Gate::NobodyHasIt => "all are kept",
+        Gate::Closed => "only they are kept",
+        Gate::Open => "too far, all are kept",
+        Gate::Explores => "to explore, all are kept",
+    };
+    format!("{have}{behind} → {gate}")
 }
 
 /// Rounds to a tenth: more digits hide the number.

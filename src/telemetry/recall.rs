@@ -7,8 +7,8 @@ use anyhow::Context as _;
 
 use super::pb;
 use crate::pool::{
-    Conversation, Ending, Endpoint, InferenceRequest, KeySource, Load, Outcome, PromptSize, Sight,
-    Usage, endpoint,
+    AdapterState, Conversation, Ending, Endpoint, InferenceRequest, KeySource, Load, Outcome,
+    PromptSize, Said, Sight, Usage, endpoint,
 };
 use crate::scheduling::Scenario;
 
@@ -72,6 +72,20 @@ pub fn scenario(record: &pb::Record, points: u32) -> anyhow::Result<Scenario> {
         hot: record.hot.unwrap_or(0.0),
         scale: record.scale.unwrap_or(1.0),
     })
+}
+
+/// Returns what an engine said of itself.
+fn said(said: &pb::Said) -> Said {
+    let state = |name: &str| {
+        AdapterState::NAMES.iter().find(|(known, _)| *known == name).map(|&(_, state)| state)
+    };
+    Said {
+        cached: said.cached,
+        waiting: said.waiting,
+        running: said.running,
+        memory: said.memory,
+        adapter: said.adapter.as_deref().and_then(state),
+    }
 }
 
 /// Returns the conversation of a record, under the place on the ring that it had.
@@ -155,6 +169,11 @@ pub fn sight(seen: &pb::Sight) -> Sight {
         cached: seen.cached,
         memory: seen.memory,
         stuck: seen.stuck,
+        // Older records have what is cached and what will be in one.
+        held: seen.held.unwrap_or(seen.cached),
+        uncached: seen.uncached,
+        cold: seen.cold,
+        said: seen.said.as_ref().map(said).unwrap_or_default(),
     }
 }
 

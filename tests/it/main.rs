@@ -20,6 +20,7 @@ mod modes;
 mod passage;
 mod picks;
 mod records;
+mod reload;
 mod standalone;
 mod start;
 mod traces;

@@ -325,7 +325,7 @@ policy: marginal-cost
 hold: { backlog_ms: 100, longest_ms: 60000, requests: 1 }
 ";
         let Some(stack) = Stack::start(config, 1, &[ORIGINAL_DST]).await else { return };
-        let send = |call: &Call| {
+        let send = |call: &crate::harness::client::Call| {
             let (call, port) = (call.clone(), stack.port());
             tokio::spawn(async move { call.answer(port).await })
         };

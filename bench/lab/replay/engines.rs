@@ -153,6 +153,7 @@ impl Engines {
             conversation: task.conversation,
             prefix: None,
             prompt,
+            uncached: float(task.prompt.saturating_sub(task.cached)),
             output: float(task.output),
             seconds: view.seconds,
             work: view.seconds,

@@ -315,7 +315,10 @@ impl Reader {
         let end = began.saturating_add(asked.end_ns).max(first.unwrap_or(at).saturating_add(1));
         recall::conversation(&record).map_err(|error| (UNREADABLE, format!("{error:#}")))?;
         if !whole {
-            record.loads = Vec::new();
+            // In sequence only what engines said is needed of them.
+            let said =
+                |load: &pb::EndpointLoad| load.sight.as_ref().is_some_and(|it| it.said.is_some());
+            record.loads.retain(said);
         }
         record.steps = Vec::new();
         self.recording.decisions.push(Recorded { run, at, first, end, record, asked, place });

@@ -12,7 +12,7 @@ use llm_ring::app;
 use llm_ring::config::Config;
 use llm_ring::pool::{Endpoint, EndpointId, InferenceRequest, MOST_TOKENS, Outcome, PoolSnapshot};
 use llm_ring::scheduling::{Booking, Detail, Evidence, Moment, Scheduler};
-use llm_ring::telemetry::{explain, recall};
+use llm_ring::telemetry::{explain, pb, recall};
 
 use super::engines::{Engines, Fitted, Held, Task, View};
 use super::recording::{Members, Recorded, Recording, nanoseconds};
@@ -389,14 +389,11 @@ fn arrive(
     // And anew.
     let picker = &mut pickers[case.run];
     picker.follow(case)?;
+    let said = Said::of(record, &picker.scheduler.pool());
     let moment = Moment {
         now: at,
         seed: case.seed,
-        evidence: Evidence {
-            cached: &case.recorded.asked.cached,
-            memory: &case.recorded.asked.memory,
-            waiting: &case.recorded.asked.waiting,
-        },
+        evidence: said.evidence(),
         prefix: case.prefix,
         ..Moment::default()
     };
@@ -494,5 +491,58 @@ impl Picker {
             self.scheduler.remember(key, endpoint, cached);
         }
         Ok(())
+    }
+}
+
+/// What the engines had said, by slot. Which adapters they had loaded is not recorded, but only what that meant for the
+/// request.
+struct Said {
+    cached: Vec<Option<u64>>,
+    coming: Vec<Option<u64>>,
+    memory: Vec<Option<f64>>,
+    waiting: Vec<Option<u64>>,
+    running: Vec<Option<u64>>,
+}
+
+impl Said {
+    fn of(record: &pb::Record, pool: &PoolSnapshot) -> Self {
+        let sights: BTreeMap<&str, &pb::Sight> = record
+            .loads
+            .iter()
+            .filter_map(|load| Some((load.name.as_str(), load.sight.as_ref()?)))
+            .collect();
+        let sights: Vec<Option<&pb::Sight>> = pool
+            .endpoints()
+            .iter()
+            .map(|endpoint| sights.get(endpoint.name.as_str()).copied())
+            .collect();
+        fn each<T>(
+            sights: &[Option<&pb::Sight>],
+            of: impl Fn(&pb::Sight, &pb::Said) -> Option<T>,
+        ) -> Vec<Option<T>> {
+            let of = |sight: &Option<&pb::Sight>| {
+                let sight = (*sight)?;
+                of(sight, sight.said.as_ref()?)
+            };
+            sights.iter().map(of).collect()
+        }
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "it was made of a count"
+        )]
+        let whole = |count: f64| count as u64;
+        Self {
+            cached: each(&sights, |_, said| said.cached.map(whole)),
+            coming: each(&sights, |sight, said| said.cached.map(|_| whole(sight.cached))),
+            memory: each(&sights, |_, said| said.memory),
+            waiting: each(&sights, |_, said| said.waiting.map(whole)),
+            running: each(&sights, |_, said| said.running.map(whole)),
+        }
+    }
+
+    fn evidence(&self) -> Evidence<'_> {
+        let Self { cached, coming, memory, waiting, running } = self;
+        Evidence { cached, coming, memory, waiting, running, adapters: &[] }
     }
 }

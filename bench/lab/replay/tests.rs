@@ -136,13 +136,14 @@ fn record(path: &Path, config: &Config, seed: u64, (max_bytes, files): (u64, u32
                         [1, 2].map(|n| format!("10.0.0.{n}:8000").parse().unwrap()).to_vec()
                     }),
                 };
-                let waiting: Vec<u64> =
-                    (0..scheduler.pool().endpoints().len()).map(|_| random.bits() % 2).collect();
+                let waiting: Vec<Option<u64>> = (0..scheduler.pool().endpoints().len())
+                    .map(|_| Some(random.bits() % 2))
+                    .collect();
                 let moment = Moment {
                     now,
                     seed: random.bits(),
                     evidence: Evidence { waiting: &waiting, ..Evidence::default() },
-                    prefix: None,
+                    ..Moment::default()
                 };
                 let mut observation = observer.start(instant, [None, None]);
                 let (decision, booking) = match scheduler.schedule(&request, moment, Detail::Normal)

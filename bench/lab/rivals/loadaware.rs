@@ -16,6 +16,21 @@ impl LoadAware {
     pub(super) fn new(beta: f64, random: Random) -> Self {
         Self { beta, random }
     }
+
+    /// Scores each live endpoint, unless nobody has anything of the prompt.
+    pub(super) fn scores(&self, request: &Request, world: &World) -> Option<Vec<f64>> {
+        let (cached, load) = (cached(request, world), world.in_flight());
+        if cached.iter().all(|&tokens| tokens == 0) {
+            return None;
+        }
+        let sum: i64 = world.live().iter().map(|&i| load[i]).sum();
+        let mean = sum as f64 / world.live().len() as f64;
+        let score = |(&tokens, &i): (&i64, &usize)| {
+            let excess = load[i] as f64 - mean;
+            tokens as f64 / request.prompt as f64 - self.beta * excess / mean.max(1.0)
+        };
+        Some(cached.iter().zip(world.live()).map(score).collect())
+    }
 }
 
 /// Returns the tokens of a prompt that each live endpoint has.
@@ -25,18 +40,10 @@ fn cached(request: &Request, world: &World) -> Vec<i64> {
 
 impl Router for LoadAware {
     fn choose(&mut self, request: &Request, _: f64, world: &World) -> Option<usize> {
-        let (cached, load) = (cached(request, world), world.in_flight());
-        if cached.iter().all(|&tokens| tokens == 0) {
-            return Some(least_requests(&mut self.random, world));
-        }
-        let sum: i64 = world.live().iter().map(|&i| load[i]).sum();
-        let mean = sum as f64 / world.live().len() as f64;
-        let score = |(&tokens, &i): (&i64, &usize)| {
-            let excess = load[i] as f64 - mean;
-            tokens as f64 / request.prompt as f64 - self.beta * excess / mean.max(1.0)
-        };
-        let scores: Vec<f64> = cached.iter().zip(world.live()).map(score).collect();
-        Some(world.live()[highest(&mut self.random, &scores)])
+        Some(match self.scores(request, world) {
+            Some(scores) => world.live()[highest(&mut self.random, &scores)],
+            None => least_requests(&mut self.random, world),
+        })
     }
 }
 

@@ -144,10 +144,9 @@ impl Precise {
         let under_way = speculative.then(UnderWay::default);
         Self { weights, under_way, random: Random::new(setup.seed) }
     }
-}
 
-impl Router for Precise {
-    fn choose(&mut self, request: &Request, _: f64, world: &World) -> Option<usize> {
+    /// Scores each live endpoint.
+    pub(super) fn scores(&self, request: &Request, world: &World) -> Vec<f64> {
         let (metrics, live) = (world.metrics(), world.live());
         let queues = queues(&metrics, live);
         let [prefix, queue, cache] = self.weights;
@@ -159,8 +158,14 @@ impl Router for Precise {
             let share = blocks as f64 / request.blocks.len() as f64;
             queue * queues[k] + cache * (1.0 - metrics[live[k]].cache) + prefix * share
         };
-        let scores: Vec<f64> = (0..live.len()).map(score).collect();
-        Some(live[highest(&mut self.random, &scores)])
+        (0..live.len()).map(score).collect()
+    }
+}
+
+impl Router for Precise {
+    fn choose(&mut self, request: &Request, _: f64, world: &World) -> Option<usize> {
+        let scores = self.scores(request, world);
+        Some(world.live()[highest(&mut self.random, &scores)])
     }
 
     fn on_dispatch(&mut self, request: &Request, endpoint: usize, _: f64, world: &World) {

@@ -355,3 +355,93 @@ fn held_requests_all_go_in_the_end_and_the_short_ones_first() {
     };
     assert!(ttft("rec-sjf") < 0.8 * ttft("rec-fcfs"), "{} {}", ttft("rec-sjf"), ttft("rec-fcfs"));
 }
+
+/// The picker's own policy on the way of an emulation: what it chooses must be the best by the emulation's scores.
+struct Beside<R> {
+    ours: Box<dyn Router>,
+    theirs: R,
+    scores: fn(&R, &Request, &World) -> Vec<f64>,
+    /// What a block of the prompt scores.
+    blocks: f64,
+}
+
+impl<R: Router> Router for Beside<R> {
+    fn choose(&mut self, request: &Request, now: f64, world: &World) -> Option<usize> {
+        let scores = (self.scores)(&self.theirs, request, world);
+        let chosen = self.ours.choose(request, now, world)?;
+        let place = world.live().iter().position(|&endpoint| endpoint == chosen).unwrap();
+        let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        // Theirs counts blocks of a prompt and ours tokens, and the last block is none if it is not full.
+        let slack = self.blocks / request.blocks.len() as f64 + 1e-9;
+        assert!(scores[place] >= best - slack, "{place} of {scores:?}, request {}", request.index);
+        Some(chosen)
+    }
+
+    fn on_dispatch(&mut self, request: &Request, endpoint: usize, now: f64, world: &World) {
+        self.ours.on_dispatch(request, endpoint, now, world);
+        self.theirs.on_dispatch(request, endpoint, now, world);
+    }
+
+    fn on_first(&mut self, request: &Request, now: f64, world: &World) {
+        self.ours.on_first(request, now, world);
+        self.theirs.on_first(request, now, world);
+    }
+
+    fn on_finish(&mut self, request: &Request, now: f64, world: &World) {
+        self.ours.on_finish(request, now, world);
+        self.theirs.on_finish(request, now, world);
+    }
+}
+
+/// Runs one of the picker's policies and looks at each choice with an emulation's eyes.
+fn check_beside<R: Router + 'static>(
+    (policy, blocks): (&str, f64),
+    theirs: fn(&Setup) -> R,
+    scores: fn(&R, &Request, &World) -> Vec<f64>,
+) {
+    for name in ["loadaware:17", "shared:9", "chat:96"] {
+        let point = library().point(name).unwrap();
+        let router = |setup: &Setup| -> anyhow::Result<Box<dyn Router>> {
+            let ours = crate::production::build(policy, setup)?.unwrap();
+            Ok(Box::new(Beside { ours, theirs: theirs(setup), scores, blocks }))
+        };
+        run(&point, (policy, 1), &Traces::default(), Knobs::default(), router).unwrap();
+    }
+}
+
+/// What nobody has goes where the fewest requests are.
+fn fewest(world: &World) -> Vec<f64> {
+    world.live().iter().map(|&i| -(world.in_flight()[i] as f64)).collect()
+}
+
+#[test]
+fn the_picker_s_own_weighted_policy_chooses_as_the_emulations_score() {
+    check_beside(
+        ("weighted{profile: precise}+events+metrics", 3.0),
+        |setup| scorers::Precise::new([3.0, 2.0, 2.0], true, setup),
+        |theirs, request, world| theirs.scores(request, world),
+    );
+    check_beside(
+        ("weighted{prefix: {speculative: false}}+events+metrics", 3.0),
+        |setup| scorers::Precise::new([3.0, 2.0, 2.0], false, setup),
+        |theirs, request, world| theirs.scores(request, world),
+    );
+}
+
+#[test]
+fn the_picker_s_own_load_aware_and_kv_aware_choose_as_the_emulations_score() {
+    check_beside(
+        ("load-aware+events", 0.0),
+        |setup| loadaware::LoadAware::new(1.0, Random::new(setup.seed)),
+        |theirs, request, world| theirs.scores(request, world).unwrap_or_else(|| fewest(world)),
+    );
+    check_beside(
+        ("kv-aware{threshold: 1000000}+events", 0.0),
+        |setup| loadaware::KvAware::new(Random::new(setup.seed)),
+        |_, request, world| {
+            let cached = |&i: &usize| world.prefix_tokens(i, request) as f64;
+            let cached: Vec<f64> = world.live().iter().map(cached).collect();
+            if cached.iter().any(|&tokens| tokens > 0.0) { cached } else { fewest(world) }
+        },
+    );
+}

@@ -7,8 +7,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::bounded::{Bound, EPSILON, Slack, least_loaded};
+use super::whole;
 use crate::scheduling::decision::Verdict;
-use crate::scheduling::{Choice, Cx, Policy, Reason, Step, Trace, Unit};
+use crate::scheduling::{Choice, Cx, Policy, Reason, Sights, Step, Trace, Unit};
 
 /// Prefers where the conversation was last served, else its home, within a cap on tokens of work.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize, Serialize)]
@@ -84,8 +85,10 @@ impl Policy for LlmAware {
                 Step::Remembered { endpoint: slot, cached: placed.cached(), home: slot == home }
             }
         });
-        let (preferred, cached) =
+        let (preferred, believed) =
             remembered.map_or((home, 0), |(slot, placed)| (slot, placed.cached()));
+        let told = ask(cx, preferred, trace);
+        let cached = told.unwrap_or(believed);
         let new_tokens = cx.prompt_tokens.saturating_sub(cached).max(1);
         let cost = self.cost(new_tokens, cx.max_tokens);
         trace.steps.push(Step::Cost {
@@ -100,8 +103,9 @@ impl Policy for LlmAware {
         trace.steps.push(bound.step());
         let weight = cx.relative_weight(preferred);
         let normal_cap = bound.cap(weight);
-        let cap =
-            self.long_cap(cx, cached, cost, unit, trace).map_or(normal_cap, |cap| cap * weight);
+        let cap = self
+            .long_cap(cx, (cached, told), cost, unit, trace)
+            .map_or(normal_cap, |cap| cap * weight);
 
         let verdict = bound.test(cx, preferred, (cap, weight), trace);
         if verdict != Verdict::Over {
@@ -117,7 +121,7 @@ impl Policy for LlmAware {
             return Choice { slot: preferred, reason, cached };
         }
 
-        // Nothing is cached anywhere else, so every other endpoint has the full cost.
+        // Little is cached anywhere else, so every other endpoint is tested with the full cost.
         let cost = self.cost(cx.prompt_tokens, cx.max_tokens);
         let bound = self.bound(cx, unit, cost, self.0.epsilon);
         if cached > 0 {
@@ -127,13 +131,39 @@ impl Policy for LlmAware {
         }
         let others = cx.ring_order().filter(|&slot| slot != preferred);
         match bound.first_with_room(cx, others, trace) {
-            Some(slot) => super::plain(slot, Reason::Overflow),
+            Some(slot) => {
+                let cached = ask(cx, slot, trace).unwrap_or(0);
+                Choice { slot, reason: Reason::Overflow, cached }
+            }
             None => {
                 let choice = least_loaded(cx, unit, trace);
-                Choice { cached: if choice.slot == preferred { cached } else { 0 }, ..choice }
+                let cached = if choice.slot == preferred {
+                    cached
+                } else {
+                    ask(cx, choice.slot, trace).unwrap_or(0)
+                };
+                Choice { cached, ..choice }
             }
         }
     }
+}
+
+/// Returns the tokens that the engine says to have cached, if it says so; that goes before what is remembered.
+fn ask(cx: &Cx<'_>, slot: u32, trace: &mut Trace) -> Option<u64> {
+    if let Sights::Now { evidence, .. } = cx.sights
+        && evidence.cached.is_empty()
+    {
+        return None;
+    }
+    let sight = cx.sight(slot);
+    sight.said.cached?;
+    let cached = whole(sight.held);
+    trace.steps.push(Step::Told { endpoint: slot, cached });
+    if !trace.loads.is_empty() {
+        trace.sights.push((slot, sight));
+        (trace.output, trace.hot) = (cx.output, cx.hot);
+    }
+    Some(cached)
 }
 
 impl LlmAware {
@@ -150,13 +180,13 @@ impl LlmAware {
     fn long_cap(
         &self,
         cx: &Cx<'_>,
-        cached: u64,
+        (cached, told): (u64, Option<u64>),
         cost: u64,
         unit: Unit,
         trace: &mut Trace,
     ) -> Option<f64> {
         // Without a memory nothing is known, and home is where the cache most likely is.
-        let cache_likely = cached > 0 || !self.0.placement_memory;
+        let cache_likely = cached > 0 || (told.is_none() && !self.0.placement_memory);
         let (step, cap) = if !self.0.long_stickiness {
             (Step::LongOff, None)
         } else if !cache_likely {
