@@ -1,7 +1,8 @@
 # make demo   runs the main job: real Envoy, real llama.cpp replicas, four policies, a table
 # make kind-demo   the example of k8s/ in a kind cluster, with an engine added half way
+# make experiments   makes docs/experiments.md again, every number and chart of it; ARGS=--check only compares
 # make test   runs every test there is, doing its own set-up
-.PHONY: demo demo-serve kind-demo test bench bench-load docs
+.PHONY: demo demo-serve kind-demo test bench bench-load docs experiments
 
 demo:
 	python3 bench/demo/demo.py
@@ -23,3 +24,6 @@ bench-load:
 
 docs:
 	UPDATE_DOCS=1 cargo test --test it docs
+
+experiments:
+	cargo run --quiet --release --features lab --bin llm-ring-lab -- experiments $(ARGS)

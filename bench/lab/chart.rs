@@ -147,6 +147,24 @@ pub(crate) fn ttft(workload: &str, lines: &[Line], slo: f64) -> Result<Chart> {
     line_chart(&axes, range.log_scale().with_key_points(ticks), &lines)
 }
 
+/// Goodput by the time to the first token that is asked for; points are seconds and shares.
+pub(crate) fn goodput(workload: &str, lines: &[Line], slo: f64) -> Result<Chart> {
+    let times = || lines.iter().flat_map(|line| &line.points).map(|point| point.0).chain([slo]);
+    let (least, most) = (times().fold(slo, f64::min), times().fold(slo, f64::max));
+    let axes = Axes {
+        title: format!("{workload}: requests within the SLO"),
+        x: "time to the first token that is asked for, s (logarithmic)",
+        y: "goodput, %",
+        marked: Some((slo, format!("SLO {} s", short(slo)))),
+    };
+    let mut lines = lines.to_vec();
+    let average = |line: &Line| line.points.iter().map(|point| point.1).sum::<f64>();
+    lines.sort_by(|a, b| average(b).total_cmp(&average(a)));
+    let range = least * 0.9..most * 1.1;
+    let ticks = log_ticks(range.start, range.end);
+    line_chart(&axes, range.log_scale().with_key_points(ticks), &lines)
+}
+
 #[derive(Debug)]
 struct Axes {
     title: String,
@@ -276,8 +294,51 @@ pub(crate) fn imbalance(workload: &str, bars: &[Bar]) -> Result<Chart> {
     })
 }
 
+/// One policy against others: a geometric mean of ratios each, with its interval; below 1 the policy is better.
+pub(crate) fn against(policy: &str, metric: &str, rows: &[(String, [f64; 3])]) -> Result<Chart> {
+    const ROW: i32 = 24;
+    const TOP: i32 = 62;
+    const PLOT: i32 = 460;
+    let left = 24 + widest(rows.iter().map(|(name, _)| name.as_str()), 12.0);
+    let bottom = TOP + ROW * i32::try_from(rows.len())?;
+    let ends = || rows.iter().flat_map(|(_, ratio)| ratio.iter().copied());
+    let (least, most) = (ends().fold(0.5, f64::min) * 0.95, ends().fold(1.5, f64::max) * 1.05);
+    let x =
+        |value: f64| left + pixels((value / least).ln() / (most / least).ln() * f64::from(PLOT));
+    draw((u32::try_from(left + PLOT + 160)?, u32::try_from(bottom + 52)?), |area| {
+        let title = format!("{policy} against others: {metric}");
+        area.draw(&text(&title, (16, 20), bold(15.0)))?;
+        for tick in [0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0] {
+            if (least..=most).contains(&tick) {
+                area.draw(&PathElement::new([(x(tick), TOP), (x(tick), bottom)], GRID))?;
+                area.draw(&text(&short(tick), (x(tick), bottom + 12), centred(11.0)))?;
+            }
+        }
+        let even = [(x(1.0), TOP - 4), (x(1.0), bottom)];
+        area.draw(&PathElement::new(even, INK.stroke_width(1)))?;
+        let side = |place: HPos| regular(11.0).pos(Pos::new(place, VPos::Center));
+        let better = format!("{policy} is better");
+        area.draw(&text(&better, (x(1.0) - 8, TOP - 14), side(HPos::Right)))?;
+        area.draw(&text("worse", (x(1.0) + 8, TOP - 14), side(HPos::Left)))?;
+        for (at, (name, [mean, lo, hi])) in (0..).zip(rows) {
+            let y = TOP + ROW * at + ROW / 2;
+            let style = regular(12.0).pos(Pos::new(HPos::Right, VPos::Center));
+            area.draw(&text(name, (left - 8, y), style))?;
+            let colour = COLOURS[usize::from(*mean <= 1.0)];
+            area.draw(&PathElement::new([(x(*lo), y), (x(*hi), y)], colour.stroke_width(2)))?;
+            area.draw(&Circle::new((x(*mean), y), 4, colour.filled()))?;
+            let value = format!("{mean:.2} [{lo:.2}, {hi:.2}]");
+            area.draw(&text(&value, (left + PLOT + 12, y), regular(11.0)))?;
+        }
+        let axis = "geometric mean of the ratios over workloads, 95 % by bootstrap";
+        area.draw(&text(axis, (left + PLOT / 2, bottom + 36), centred(12.0)))?;
+        Ok(())
+    })
+}
+
 /// Ratios to the best policy of each workload; `cells` are by workload, then by policy.
 pub(crate) fn ratios(
+    title: &str,
     workloads: &[&str],
     policies: &[&str],
     cells: &[Vec<Option<f64>>],
@@ -291,11 +352,7 @@ pub(crate) fn ratios(
     // Enough for the title and for the legend's own height.
     let (width, height) = ((right + 84).max(470), (bottom + 20).max(top + 210));
     draw((u32::try_from(width)?, u32::try_from(height)?), |area| {
-        area.draw(&text(
-            "Mean TTFT over the best policy's on each workload",
-            (16, 20),
-            bold(15.0),
-        ))?;
+        area.draw(&text(title, (16, 20), bold(15.0)))?;
         for (column, policy) in (0..).zip(policies) {
             let (x, y) = corner(column, 0);
             let upright = regular(12.0).transform(FontTransform::Rotate270);
@@ -323,8 +380,7 @@ fn cell(
     // What reads as 1.00 is as good as the best.
     let best = shown == "1.00";
     let fill = ratio.map_or(WHITE, |ratio| if best { BEST } else { heat(ratio) });
-    area.draw(&Rectangle::new([(x, y), (x + width, y + height)], fill.filled()))?;
-    area.draw(&Rectangle::new([(x, y), (x + width, y + height)], WHITE.stroke_width(1)))?;
+    area.draw(&Rectangle::new([(x + 1, y + 1), (x + width, y + height)], fill.filled()))?;
     let style = if best { bold(11.0) } else { regular(11.0) };
     let ink = if dark(fill) { WHITE } else { INK };
     let style = style.color(&ink).pos(Pos::new(HPos::Center, VPos::Center));
@@ -376,7 +432,10 @@ fn draw(size: (u32, u32), with: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<
     with(&area)?;
     area.present()?;
     drop(area);
-    Ok(Chart { svg })
+    // Said once and not with each word: a big table of numbers is half as long.
+    let font = format!(" font-family=\"{FONT}\"");
+    let svg = svg.replace(&font, "").replace(" opacity=\"1\"", "");
+    Ok(Chart { svg: svg.replacen("<svg", &format!("<svg{font}"), 1) })
 }
 
 fn text<'a>(text: &'a str, at: (i32, i32), style: TextStyle<'a>) -> Text<'a, (i32, i32), &'a str> {
@@ -532,6 +591,10 @@ mod tests {
             assert!(has(&chart, text), "{text}");
         }
         assert!(!has(&hit_rate("chat:96", &lines(3), None).unwrap(), "pool changes"));
+        let chart = goodput("chat:96", &lines(3), 0.5).unwrap();
+        for text in ["chat:96: requests within the SLO", "goodput, %", "SLO 0.5 s"] {
+            assert!(has(&chart, text), "{text}");
+        }
     }
 
     #[test]
@@ -548,11 +611,23 @@ mod tests {
     #[test]
     fn ratios_have_their_numbers_and_what_is_unknown_has_none() {
         let cells = [vec![Some(1.0), Some(1.004), None], vec![Some(2.5), Some(1.0), Some(123.4)]];
-        let chart = ratios(&["chat:96", "conv:1.0"], &["a", "b", "c"], &cells).unwrap();
+        let chart = ratios("Ratios", &["chat:96", "conv:1.0"], &["a", "b", "c"], &cells).unwrap();
         for text in ["1.00", "2.50", "123", "–", "conv:1.0", "b"] {
             assert!(has(&chart, text), "{text}");
         }
         assert_eq!(chart.svg.matches(">\n1.00\n<").count(), 3);
+    }
+
+    #[test]
+    fn a_policy_against_others_shows_every_interval() {
+        let rows = [("gaie".to_owned(), [0.8, 0.6, 1.1]), ("dynamo".to_owned(), [1.2, 0.3, 2.5])];
+        let chart = against("ours", "TTFT mean", &rows).unwrap();
+        for text in
+            ["ours against others: TTFT mean", "ours is better", "gaie", "1.20 [0.30, 2.50]", "0.3"]
+        {
+            assert!(has(&chart, text), "{text}");
+        }
+        assert!(against("ours", "TTFT mean", &[]).is_ok());
     }
 
     #[test]
@@ -580,7 +655,7 @@ mod tests {
     #[test]
     fn nothing_to_draw_is_drawn() {
         assert!(hit_rate("chat:96", &[], None).is_ok());
-        assert!(imbalance("chat:96", &[]).is_ok());
-        assert!(ratios(&[], &[], &[]).is_ok());
+        assert!(imbalance("chat:96", &[]).is_ok() && goodput("chat:96", &[], 1.0).is_ok());
+        assert!(ratios("Ratios", &[], &[], &[]).is_ok());
     }
 }

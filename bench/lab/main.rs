@@ -7,7 +7,9 @@
 mod chart;
 mod digest;
 mod engine;
+mod experiments;
 mod grid;
+mod knee;
 mod live;
 mod metrics;
 mod production;
@@ -20,12 +22,14 @@ mod report;
 mod rivals;
 mod sim;
 mod stats;
+mod stored;
 mod workload;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -57,6 +61,12 @@ enum Command {
     Compare(Compare),
     /// Decide the records of a running picker again, under another policy or configuration
     Replay(replay::Replay),
+    /// Make tables, charts and comparisons of stored results anew, from one folder or several
+    Report(stored::Report),
+    /// Run all that docs/experiments.md tells of, and write it anew or check it
+    Experiments(experiments::Experiments),
+    /// Find how far a workload's rate can go before requests miss their SLO
+    Knee(knee::Knee),
     /// Play workloads on real engines, behind a real Envoy with the real picker, and print the same comparison
     Live(live::Live),
 }
@@ -158,6 +168,9 @@ fn main() -> ExitCode {
         Command::Run(runs) => runs.run(),
         Command::Compare(compare) => compare.run(),
         Command::Replay(replay) => replay.run(),
+        Command::Report(report) => report.run(),
+        Command::Experiments(experiments) => experiments.run(),
+        Command::Knee(knee) => knee.run(),
         Command::Live(live) => live.run(),
     };
     match result {
@@ -207,6 +220,16 @@ impl Runs {
 
     /// Makes the runs that are missing; also returns the workloads whose clients wait for answers.
     fn make(&self) -> Result<(Vec<Measured>, BTreeSet<String>)> {
+        self.make_of(&self.workload, &self.policy, &*grid::stop_on_ctrl_c()?)
+    }
+
+    /// The same for some workloads and policies.
+    fn make_of(
+        &self,
+        workloads: &[String],
+        policies: &[String],
+        stop: &AtomicBool,
+    ) -> Result<(Vec<Measured>, BTreeSet<String>)> {
         let (library, traces) =
             (Library::new(&self.places.workloads), Traces::new(&self.places.traces));
         let knobs = Knobs {
@@ -217,27 +240,27 @@ impl Runs {
             gossip_age: self.signals.gossip_age,
         };
         let (mut points, mut closed) = (BTreeMap::new(), BTreeSet::new());
-        for name in &self.workload {
+        for name in workloads {
             let point = library.point(name)?;
             // Drawn once here, so that a missing trace is known before anything runs.
-            if point.traffic(self.seeds.0[0], &traces)?.clients.is_some() {
+            point.traffic(self.seeds.0[0], &traces)?;
+            if point.waits() {
                 closed.insert(name.clone());
             }
             points.insert(name.clone(), point);
         }
         let mut jobs = Vec::new();
-        for (name, point) in self.workload.iter().map(|name| (name, &points[name])) {
-            for policy in &self.policy {
+        for (name, point) in workloads.iter().map(|name| (name, &points[name])) {
+            for policy in policies {
                 for &seed in &self.seeds.0 {
                     jobs.push(Job { key: key(name, point, policy, seed, knobs), cost: 1.0 });
                 }
             }
         }
         let store = Store::open(&self.out, env!("CARGO_PKG_VERSION"), &command_line())?;
-        let stop = grid::stop_on_ctrl_c()?;
         let workers = self.jobs.unwrap_or_else(grid::cores).max(1);
         let make = |job: &Job| simulate(&points[&job.key.workload], &job.key, &traces, knobs);
-        let grid = grid::run(&jobs, &store, workers, &stop, make, Measured::of)?;
+        let grid = grid::run(&jobs, &store, workers, stop, make, Measured::of)?;
         eprintln!("{} runs, {} of them from before", jobs.len(), grid.found);
         ensure!(
             grid.missing() == 0,
@@ -259,7 +282,10 @@ fn study<'a>(
 }
 
 fn key(workload: &str, point: &Point, policy: &str, seed: u64, knobs: Knobs) -> Key {
-    let parameters = serde_json::json!({ "workload": format!("{point:?}"), "signals": knobs });
+    let arrivals = if point.waits() { "closed" } else { "open" };
+    let parameters = serde_json::json!({
+        "workload": format!("{point:?}"), "signals": knobs, "arrivals": arrivals
+    });
     Key { workload: workload.to_owned(), policy: policy.to_owned(), seed, parameters }
 }
 

@@ -11,7 +11,7 @@ const WINDOWS: usize = 40;
 /// Points of a kept distribution, besides its minimum.
 const STEPS: usize = 400;
 /// Goodput is also told for these multiples of the time to the first token that is asked for.
-const SWEEP: [f64; 9] = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0];
+const SWEEP: [f64; 14] = [0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0, 10.0, 20.0];
 
 /// A number of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -25,6 +25,8 @@ pub(crate) enum Metric {
     TtftP95,
     TtftP99,
     E2eMean,
+    E2eP50,
+    E2eP95,
     ItlMean,
     /// Requests within the SLO, of all that were sent: one that failed waited for ever.
     Goodput,
@@ -34,6 +36,9 @@ pub(crate) enum Metric {
     Failed,
     /// Computed seconds of the busiest endpoint over their mean, warm-up included.
     Imbalance,
+    /// Mean requests in flight on the endpoint that had the most over those on the one that had the least, of those
+    /// that count; not told of a pool that grew or of an endpoint without any.
+    InFlight,
     /// Prompt tokens that another endpoint had in its cache and the chosen one had not, of all that were served.
     Avoidable,
     /// Turns that were served elsewhere than the turn before.
@@ -70,7 +75,7 @@ pub(crate) enum Better {
 }
 
 impl Metric {
-    pub(crate) const ALL: [Self; 19] = [
+    pub(crate) const ALL: [Self; 22] = [
         Self::HitRate,
         Self::FollowupHitRate,
         Self::TtftMean,
@@ -78,11 +83,14 @@ impl Metric {
         Self::TtftP95,
         Self::TtftP99,
         Self::E2eMean,
+        Self::E2eP50,
+        Self::E2eP95,
         Self::ItlMean,
         Self::Goodput,
         Self::SloMisses,
         Self::Failed,
         Self::Imbalance,
+        Self::InFlight,
         Self::Avoidable,
         Self::Redirects,
         Self::MovedAfterScale,
@@ -102,11 +110,14 @@ impl Metric {
             Self::TtftP95 => "ttft_p95",
             Self::TtftP99 => "ttft_p99",
             Self::E2eMean => "e2e_mean",
+            Self::E2eP50 => "e2e_p50",
+            Self::E2eP95 => "e2e_p95",
             Self::ItlMean => "itl_mean",
             Self::Goodput => "goodput",
             Self::SloMisses => "slo_misses",
             Self::Failed => "failed",
             Self::Imbalance => "imbalance",
+            Self::InFlight => "in_flight",
             Self::Avoidable => "avoidable",
             Self::Redirects => "redirects",
             Self::MovedAfterScale => "moved_after_scale",
@@ -124,6 +135,8 @@ impl Metric {
             | Self::TtftP95
             | Self::TtftP99
             | Self::E2eMean
+            | Self::E2eP50
+            | Self::E2eP95
             | Self::ItlMean => Unit::Seconds,
             Self::HitRate
             | Self::FollowupHitRate
@@ -134,7 +147,7 @@ impl Metric {
             | Self::MovedAfterScale
             | Self::HitAfterScale
             | Self::NewShare => Unit::Share,
-            Self::Imbalance => Unit::Plain,
+            Self::Imbalance | Self::InFlight => Unit::Plain,
             Self::Redirects | Self::Preemptions => Unit::Count,
             Self::OutputTokensPerSecond => Unit::Rate,
         }
@@ -152,10 +165,13 @@ impl Metric {
             | Self::TtftP95
             | Self::TtftP99
             | Self::E2eMean
+            | Self::E2eP50
+            | Self::E2eP95
             | Self::ItlMean
             | Self::SloMisses
             | Self::Failed
             | Self::Imbalance
+            | Self::InFlight
             | Self::Avoidable
             | Self::Preemptions => Better::Less,
             Self::Redirects | Self::MovedAfterScale | Self::NewShare => Better::Neither,
@@ -263,6 +279,8 @@ impl Rows<'_> {
             Metric::TtftP95 => quantile(self.ttft, 0.95),
             Metric::TtftP99 => quantile(self.ttft, 0.99),
             Metric::E2eMean => mean(self.counting.iter().filter_map(|row| row.e2e)),
+            Metric::E2eP50 => self.e2e(0.50),
+            Metric::E2eP95 => self.e2e(0.95),
             Metric::ItlMean => mean(self.counting.iter().filter_map(|row| itl(row))),
             Metric::Goodput => self.goodput(self.run.slo),
             Metric::SloMisses => Some(1.0 - self.goodput(self.run.slo)?),
@@ -271,6 +289,7 @@ impl Rows<'_> {
                 ratio(failed as f64, self.counting.len() as f64)
             }
             Metric::Imbalance => loads(self.run).into_iter().reduce(f64::max),
+            Metric::InFlight => self.in_flight(),
             Metric::Avoidable => self.avoidable(),
             Metric::Redirects => {
                 Some(self.turns.iter().filter(|(before, after)| moved(before, after)).count() as f64)
@@ -302,6 +321,26 @@ impl Rows<'_> {
             .map(|row| row.best_cached.saturating_sub(row.cached));
         let prompts = served(self.counting.iter().copied()).map(|row| row.prompt);
         ratio(tokens(missed), tokens(prompts))
+    }
+
+    fn e2e(&self, share: f64) -> Option<f64> {
+        quantile(&sorted(self.counting.iter().filter_map(|row| row.e2e)), share)
+    }
+
+    /// The time that all means are over is the same, and drops out.
+    fn in_flight(&self) -> Option<f64> {
+        if self.run.scaled_at.is_some() {
+            return None;
+        }
+        let mut seconds = vec![0.0; self.run.endpoints.len()];
+        for row in served(self.counting.iter().copied()) {
+            let (Some(e2e), Some(dispatched)) = (row.e2e, row.dispatched) else { continue };
+            let endpoint = usize::try_from(row.endpoint?).ok()?;
+            *seconds.get_mut(endpoint)? += row.sent + e2e - dispatched;
+        }
+        let (least, most) =
+            (seconds.iter().copied().reduce(f64::min)?, seconds.into_iter().reduce(f64::max)?);
+        ratio(most, least)
     }
 
     fn moved_after_scale(&self) -> Option<f64> {
@@ -692,6 +731,21 @@ mod tests {
     }
 
     #[test]
+    fn in_flight_is_the_busiest_over_the_least_busy() {
+        let mut rows: Vec<Row> =
+            (0..4).map(|id| row(id, id, 1, id as f64, u32::from(id == 3))).collect();
+        // Held for a second of its two: it was in flight for one.
+        rows[0].dispatched = Some(1.0);
+        let mut run = run(rows);
+        assert_eq!(value(&run, Metric::InFlight), Some((1.0 + 2.0 + 2.0) / 2.0));
+        run.scaled_at = Some(1.0);
+        assert_eq!(value(&run, Metric::InFlight), None);
+        run.scaled_at = None;
+        run.rows[3].endpoint = Some(0);
+        assert_eq!(value(&run, Metric::InFlight), None, "the other had none");
+    }
+
+    #[test]
     fn output_that_drains_after_the_last_arrival_is_outside() {
         let run = run(vec![row(0, 0, 1, 0.0, 0), row(1, 1, 1, 1.5, 0)]);
         let rate = value(&run, Metric::OutputTokensPerSecond).unwrap();
@@ -729,10 +783,12 @@ mod tests {
                 prop_assert!(metric.unit() != Unit::Share || *value <= 1.0, "{metric:?} {value}");
             }
             let get = |metric| measured.get(metric).unwrap();
-            prop_assert!(get(Metric::Imbalance) >= 1.0);
+            prop_assert!(get(Metric::Imbalance) >= 1.0 && get(Metric::InFlight) >= 1.0);
             prop_assert!(get(Metric::TtftP50) <= get(Metric::TtftP95));
             prop_assert!(get(Metric::TtftP95) <= get(Metric::TtftP99));
             prop_assert!(get(Metric::TtftMean) < get(Metric::E2eMean));
+            prop_assert!(get(Metric::TtftP50) < get(Metric::E2eP50));
+            prop_assert!(get(Metric::E2eP50) <= get(Metric::E2eP95));
             prop_assert!(measured.sweep.is_sorted_by(|a, b| a.1 <= b.1));
             prop_assert!(measured.ttft.is_sorted());
         }

@@ -32,8 +32,9 @@ pub(crate) struct Key {
 #[derive(Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
-    /// Of the program. A run of another version is made again.
+    /// Of the program. A run of another version is made again, unless any will do.
     version: String,
+    any_version: bool,
     /// The command line that asked for the runs, to be read by people.
     command: String,
 }
@@ -65,39 +66,25 @@ impl Store {
         Ok(Self {
             folder: folder.to_owned(),
             version: version.to_owned(),
+            any_version: false,
             command: command.to_owned(),
         })
+    }
+
+    /// The same store, which also takes runs of other versions for finished.
+    pub(crate) fn of_any_version(self) -> Self {
+        Self { any_version: true, ..self }
     }
 
     /// The run of a key, if this version of the program has finished it with these parameters.
     pub(crate) fn get(&self, key: &Key) -> Result<Option<Run>> {
         let folder = self.folder_of(key);
         let Some(record) = read_record(&folder)? else { return Ok(None) };
-        if record.version != self.version || !same_run(&record, key)? {
+        let current = self.any_version || record.version == self.version;
+        if !current || !same_run(&record, key)? {
             return Ok(None);
         }
-        let path = folder.join(&record.requests);
-        let rows =
-            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let rows = rows_of(&rows)
-            .with_context(|| format!("{} is not as it was written", path.display()))?;
-        ensure!(
-            rows.len() == record.rows,
-            "{} has {} rows, not {}",
-            path.display(),
-            rows.len(),
-            record.rows
-        );
-        Ok(Some(Run {
-            workload: record.workload,
-            policy: record.policy,
-            seed: record.seed,
-            slo: record.slo,
-            scaled_at: record.scaled_at,
-            live: record.live,
-            rows,
-            endpoints: record.endpoints,
-        }))
+        whole_run(&folder, record).map(Some)
     }
 
     /// Keeps a run. Its times come back rounded to the microsecond.
@@ -139,6 +126,88 @@ impl Store {
         let (workload, policy) = (file_name(&key.workload), file_name(&key.policy));
         self.folder.join("runs").join(workload).join(policy).join(format!("seed-{}", key.seed))
     }
+}
+
+/// Joins a record with its rows.
+fn whole_run(folder: &Path, record: Record) -> Result<Run> {
+    let path = folder.join(&record.requests);
+    let rows =
+        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let rows =
+        rows_of(&rows).with_context(|| format!("{} is not as it was written", path.display()))?;
+    ensure!(
+        rows.len() == record.rows,
+        "{} has {} rows, not {}",
+        path.display(),
+        rows.len(),
+        record.rows
+    );
+    Ok(Run {
+        workload: record.workload,
+        policy: record.policy,
+        seed: record.seed,
+        slo: record.slo,
+        scaled_at: record.scaled_at,
+        live: record.live,
+        rows,
+        endpoints: record.endpoints,
+    })
+}
+
+/// A finished run that lies in a folder, whatever it was made for, and what is kept of it.
+#[derive(Debug)]
+pub(crate) struct Found<T> {
+    pub(crate) key: Key,
+    pub(crate) folder: PathBuf,
+    /// Of the program that made it, and the command line that asked for it.
+    pub(crate) version: String,
+    pub(crate) command: String,
+    pub(crate) kept: T,
+}
+
+/// Reads all finished runs of a results folder, in the order of workloads, policies and seeds.
+///
+/// # Errors
+/// It holds no run, or a damaged one.
+pub(crate) fn all<T>(folder: &Path, keep: impl Fn(&Run) -> T) -> Result<Vec<Found<T>>> {
+    let mut found = Vec::new();
+    for run in folders(&folder.join("runs"), 3)? {
+        let Some(record) = read_record(&run)? else { continue };
+        let (version, command) = (record.version.clone(), record.command.clone());
+        let parameters = record.parameters.clone();
+        let kept = whole_run(&run, record)?;
+        let key = Key {
+            workload: kept.workload.clone(),
+            policy: kept.policy.clone(),
+            seed: kept.seed,
+            parameters,
+        };
+        found.push(Found { key, version, command, kept: keep(&kept), folder: run });
+    }
+    let order = |found: &Found<T>| {
+        let Key { workload, policy, seed, .. } = &found.key;
+        (workload.clone(), policy.clone(), *seed)
+    };
+    found.sort_by_cached_key(order);
+    ensure!(!found.is_empty(), "{} holds no finished run", folder.display());
+    Ok(found)
+}
+
+/// The folders that lie so deep below one.
+fn folders(folder: &Path, depth: usize) -> Result<Vec<PathBuf>> {
+    if depth == 0 {
+        return Ok(vec![folder.to_owned()]);
+    }
+    let read = fs::read_dir(folder)
+        .with_context(|| format!("{} is no folder of results", folder.display()))?;
+    let mut deep = Vec::new();
+    for entry in read {
+        let path = entry?.path();
+        if path.is_dir() {
+            deep.extend(folders(&path, depth - 1)?);
+        }
+    }
+    Ok(deep)
 }
 
 fn read_record(folder: &Path) -> Result<Option<Record>> {
@@ -376,6 +445,9 @@ mod tests {
         assert_eq!(store(&folder, "0.1.0").get(&key("chat", 0.5)).unwrap(), None);
         assert_eq!(store(&folder, "0.2.0").get(&key("chat", 0.25)).unwrap(), None);
         assert!(store(&folder, "0.1.0").get(&key("chat", 0.25)).unwrap().is_some());
+        let any = store(&folder, "0.2.0").of_any_version();
+        assert!(any.get(&key("chat", 0.25)).unwrap().is_some());
+        assert_eq!(any.get(&key("chat", 0.5)).unwrap(), None);
     }
 
     #[test]
@@ -386,6 +458,28 @@ mod tests {
         store.put(&key, &made_up::run("chat", "bounded", 3, 0.5)).unwrap();
         fs::remove_file(store.folder_of(&key).join(RECORD)).unwrap();
         assert_eq!(store.get(&key).unwrap(), None);
+    }
+
+    #[test]
+    fn all_that_lies_in_a_folder_is_found_in_order() {
+        let folder = Folder::new("all");
+        let store = store(&folder, "0.1.0");
+        assert!(
+            all(folder.path(), |_| ())
+                .unwrap_err()
+                .to_string()
+                .ends_with("is no folder of results")
+        );
+        for (workload, seed) in [("chat:96", 10), ("chat:96", 2), ("agent:16", 3)] {
+            let key = Key { seed, ..key(workload, 0.25) };
+            store.put(&key, &made_up::run(workload, "bounded", seed, 0.5)).unwrap();
+        }
+        let found = all(folder.path(), |run| run.rows.len()).unwrap();
+        let keys: Vec<(&str, u64)> =
+            found.iter().map(|found| (found.key.workload.as_str(), found.key.seed)).collect();
+        assert_eq!(keys, [("agent:16", 3), ("chat:96", 2), ("chat:96", 10)]);
+        assert_eq!(found[0].key.parameters, json!({"epsilon": 0.25}));
+        assert_eq!((found[0].version.as_str(), found[0].kept), ("0.1.0", 600));
     }
 
     #[test]

@@ -61,6 +61,30 @@ pub(crate) enum Refusal {
     Errors { seed: u64, ours: f64, theirs: f64 },
 }
 
+impl Refusal {
+    /// Says what to do about it.
+    pub(crate) fn advice(&self) -> &'static str {
+        match self {
+            Self::NoCommonSeed => "run both policies with the same --seeds",
+            Self::Workload { .. } | Self::Slo { .. } | Self::Scale { .. } => {
+                "the workload was changed in between: run both policies again with one command"
+            }
+            Self::Rows { .. } | Self::Requests { .. } => {
+                "run both policies again with one command; where what \
+                 clients send depends on when they are answered, as in `agent`, `ichat` and `mrqa`, there are no pairs: set means \
+                 over many seeds side by side"
+            }
+            Self::Times { .. } => {
+                "run both policies again with one command, on arrivals that the workload fixes"
+            }
+            Self::Errors { .. } => {
+                "times of those that were answered say nothing about the others: look in \
+                 requests.csv for what failed, or lower the load until neither fails"
+            }
+        }
+    }
+}
+
 /// Two runs of the same requests.
 pub(crate) type Pair<'a> = (&'a Measured, &'a Measured);
 

@@ -348,6 +348,33 @@ impl Point {
     }
 }
 
+impl Point {
+    /// Tells whether clients wait for answers before they send again.
+    pub(crate) fn waits(&self) -> bool {
+        match &self.kind {
+            Kind::Chat(_) | Kind::Demo(_) | Kind::Rounds(_) | Kind::LlmRing(_) => true,
+            Kind::SharedPrefix(shared) => shared.waits(),
+            Kind::PrefixPool(_) | Kind::Unique(_) | Kind::Mooncake(_) | Kind::Azure(_) => false,
+        }
+    }
+
+    /// Returns the trace that it replays, if that is not where it should be.
+    pub(crate) fn missing_trace(&self, traces: &Traces) -> Option<PathBuf> {
+        let file = match &self.kind {
+            Kind::Mooncake(trace) => trace.file(),
+            Kind::Azure(trace) => trace.file(),
+            Kind::Chat(_)
+            | Kind::Demo(_)
+            | Kind::Rounds(_)
+            | Kind::LlmRing(_)
+            | Kind::SharedPrefix(_)
+            | Kind::PrefixPool(_)
+            | Kind::Unique(_) => return None,
+        };
+        Some(traces.path(file)).filter(|path| !path.exists())
+    }
+}
+
 impl Traffic {
     fn of(clients: impl Clients + 'static) -> Self {
         Self { arrivals: Vec::new(), clients: Some(Box::new(clients)) }
@@ -463,6 +490,24 @@ pub(crate) mod tests {
             listed.iter().filter(|it| it.held_out == held_out).map(|it| it.points.len()).sum()
         };
         assert_eq!((count(false), count(true)), (25, 15));
+    }
+
+    #[test]
+    fn it_is_known_who_waits_and_what_is_missing() {
+        let (library, nowhere) = (library(), Traces::new("/nowhere"));
+        for Listed { name, parameters, .. } in library.list().unwrap() {
+            let point = library.point(&format!("{name}{}", ":1".repeat(parameters.len()))).unwrap();
+            match point.traffic(1, &nowhere) {
+                Ok(traffic) => {
+                    assert_eq!(point.waits(), traffic.clients.is_some(), "{name}");
+                    assert_eq!(point.missing_trace(&nowhere), None, "{name}");
+                }
+                Err(error) => {
+                    let missing = point.missing_trace(&nowhere).unwrap();
+                    assert!(format!("{error:#}").contains(missing.to_str().unwrap()), "{name}");
+                }
+            }
+        }
     }
 
     #[test]

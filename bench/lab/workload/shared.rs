@@ -114,6 +114,11 @@ impl SharedPrefix {
         }
     }
 
+    /// Tells whether a stage begins when the one before has ended.
+    pub(super) fn waits(&self) -> bool {
+        self.drain.is_some()
+    }
+
     fn stages(&self, p: &Params, seed: u64) -> Vec<Vec<Request>> {
         let mut random = Random::new(seed);
         let prompts = self.prompts(p, &mut random);

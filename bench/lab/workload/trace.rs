@@ -41,8 +41,13 @@ impl Traces {
         Self { folder: folder.into(), ..Self::default() }
     }
 
+    /// Returns where a trace should be.
+    pub(super) fn path(&self, file: &str) -> PathBuf {
+        self.folder.join(file)
+    }
+
     fn read(&self, file: &str) -> anyhow::Result<String> {
-        let path = self.folder.join(file);
+        let path = self.path(file);
         std::fs::read_to_string(&path).with_context(|| missing(&path))
     }
 
@@ -113,6 +118,10 @@ enum Output {
 const BLOCK: i64 = 512;
 
 impl Mooncake {
+    pub(super) fn file(&self) -> &str {
+        &self.file
+    }
+
     pub(super) fn arrivals(&self, seed: u64, traces: &Traces) -> anyhow::Result<Vec<Request>> {
         let rows = traces.hashed(&self.file)?;
         let mut random = Random::new(seed);
@@ -197,6 +206,10 @@ pub(super) struct Azure {
 }
 
 impl Azure {
+    pub(super) fn file(&self) -> &str {
+        &self.file
+    }
+
     pub(super) fn arrivals(&self, p: &Params, traces: &Traces) -> anyhow::Result<Vec<Request>> {
         let text = traces.read(&self.file)?;
         let (mut ids, mut first) = (Ids::default(), None);
