@@ -239,6 +239,7 @@ pub fn settings(config: &Config) -> anyhow::Result<Settings> {
             retry_after: Duration::from_secs(config.admission.retry_after_seconds.into()),
         },
         release: config.load.release_prompt.into(),
+        prices: (&config.prices).into(),
         default_max_tokens: config.load.default_max_tokens,
         destinations: config.answers.destinations,
         memory_entries: usize::try_from(config.memory.conversations.get())

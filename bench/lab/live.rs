@@ -20,6 +20,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use clap::Args;
 use llm_ring::scheduling::POLICIES;
 
+use super::engine::Params;
 use super::grid::{self, Job};
 use super::metrics::Measured;
 use super::production::Named;
@@ -160,10 +161,10 @@ fn policy(name: &str) -> Result<Policy> {
         );
     };
     ensure!(
-        !named.sees_more(),
-        "`{name}`: the picker sees what it sees; `+events` and `+metrics` are of the simulation"
+        !named.has_words(),
+        "`{name}`: the picker sees what it sees; `+events` and the like are of the simulation"
     );
-    named.config()?;
+    named.config(&Params::named("tiny")?)?;
     Ok(Policy { name: named.policy.to_owned(), parameters: named.parameters.to_owned() })
 }
 

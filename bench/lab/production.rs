@@ -16,6 +16,7 @@ use llm_ring::pool::{
 };
 use llm_ring::scheduling::{Booking, Decided, Detail, Evidence, Hold, Moment, POLICIES, Scheduler};
 
+use super::engine::Params;
 use super::random::Random;
 use super::rivals::UnderWay;
 use super::sim::{Router, Setup, World};
@@ -30,6 +31,8 @@ struct Sees {
     metrics: bool,
     /// Requests wait for an endpoint to have less to do.
     hold: bool,
+    /// It is configured with the engines' prices.
+    prices: bool,
 }
 
 /// What `+hold` switches on.
@@ -87,30 +90,40 @@ impl<'a> Named<'a> {
                 "events" => sees.events = true,
                 "metrics" => sees.metrics = true,
                 "hold" => sees.hold = true,
+                "prices" => sees.prices = true,
                 _ => anyhow::bail!(
-                    "`{name}`: a policy has `+events`, `+metrics` and `+hold`, and no `{word}`"
+                    "`{name}`: a policy has `+events`, `+metrics`, `+hold` and `+prices`, and no `{word}`"
                 ),
             }
         }
         Ok(Some(Self { name, policy, parameters, sees }))
     }
 
-    /// Tells whether it sees more than its own dispatches.
-    pub(crate) fn sees_more(&self) -> bool {
-        self.sees.events || self.sees.metrics
+    /// Tells whether it has more than its name and its parameters.
+    pub(crate) fn has_words(&self) -> bool {
+        let Sees { events, metrics, hold, prices } = self.sees;
+        events || metrics || hold || prices
     }
 
     /// Makes its configuration.
     ///
     /// # Errors
     /// A parameter is wrong.
-    pub(crate) fn config(&self) -> anyhow::Result<Config> {
+    pub(crate) fn config(&self, engine: &Params) -> anyhow::Result<Config> {
         let Self { name, policy, parameters, .. } = self;
         let yaml = format!("{{policy: {policy}, policies: {{{policy}: {parameters}}}}}");
         let mut config: Config =
             serde_yaml::from_str(&yaml).with_context(|| format!("`{name}`"))?;
         if self.sees.hold {
             config.hold = serde_yaml::from_str(HOLD)?;
+        }
+        if self.sees.prices {
+            let Params { overhead, floor, prefill, decode, attention, context, .. } = engine;
+            let Params { budget, sequences, tokens, .. } = engine;
+            config.prices = serde_yaml::from_str(&format!(
+                "{{overhead: {overhead}, floor: {floor}, prefill: {prefill}, decode: {decode}, quadratic: {attention}, \
+                 context: {context}, budget: {budget}, sequences: {sequences}, capacity: {tokens}}}"
+            ))?;
         }
         Ok(config)
     }
@@ -122,7 +135,7 @@ impl<'a> Named<'a> {
 /// A parameter is wrong.
 pub(crate) fn build(name: &str, setup: &Setup) -> anyhow::Result<Option<Box<dyn Router>>> {
     let Some(named) = Named::read(name)? else { return Ok(None) };
-    Ok(Some(Box::new(Production::new(&named.config()?, named.sees, setup)?)))
+    Ok(Some(Box::new(Production::new(&named.config(&setup.params)?, named.sees, setup)?)))
 }
 
 impl Production {
@@ -386,7 +399,7 @@ mod tests {
     #[test]
     fn parameters_and_sight_come_with_the_name() {
         let setup = |endpoints| Setup {
-            params: crate::engine::Params::named("cpu").unwrap(),
+            params: Params::named("cpu").unwrap(),
             endpoints,
             seed: 1,
             unseen: 1,

@@ -248,6 +248,7 @@ fn decide(
         Some(points) => Points::try_from(u64::from(points)).map_err(anyhow::Error::msg)?,
     };
     let mut scenario = recall::scenario(record, points.get())?;
+    scenario.prices = (&config.prices).into();
     scenario.prompt_tokens = scenario.prompt_tokens.min(MOST_TOKENS);
     scenario.max_tokens = scenario.max_tokens.min(MOST_TOKENS);
     if recorded.run.is_some() {

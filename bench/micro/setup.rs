@@ -115,6 +115,7 @@ fn scheduler(policy: &str, n: usize) -> Arc<Scheduler> {
         policy,
         admission: Admission::default(),
         release: Release::FirstToken,
+        prices: llm_ring::pool::Prices::default(),
         default_max_tokens: 256,
         destinations: NonZeroUsize::MIN,
         memory_entries: NonZeroUsize::new(50_000).expect("not 0"),

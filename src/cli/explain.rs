@@ -66,7 +66,7 @@ impl Explain {
         } else {
             let file = self.file.context("a request file is needed")?;
             let record = read_record(&file)?;
-            (scenario(&record).with_context(|| file.display().to_string())?, record)
+            (scenario(&record, &config).with_context(|| file.display().to_string())?, record)
         };
         let mut decisions = Vec::new();
         if self.example && self.policy.is_empty() {
@@ -158,14 +158,15 @@ fn read_record(file: &Path) -> anyhow::Result<pb::Record> {
 }
 
 /// Reads what a record's decision was made on.
-fn scenario(record: &pb::Record) -> anyhow::Result<Scenario> {
+fn scenario(record: &pb::Record, config: &Config) -> anyhow::Result<Scenario> {
     let points = match record.ring_points {
         0 => Config::default().ring.points,
         points => Points::try_from(u64::from(points))
             .map_err(anyhow::Error::msg)
             .context("ring_points")?,
     };
-    recall::scenario(record, points.get())
+    let scenario = recall::scenario(record, points.get())?;
+    Ok(Scenario { prices: (&config.prices).into(), ..scenario })
 }
 
 /// Reads a body as the picker does and sets it before idle endpoints.
@@ -206,6 +207,7 @@ fn body_scenario(
         output: 100.0,
         hot: 0.0,
         scale: 1.0,
+        prices: (&config.prices).into(),
     })
 }
 
@@ -264,7 +266,7 @@ mod tests {
             let record = explain::record(&decision);
             let text = serde_json::to_string(&record).unwrap();
             let read: pb::Record = yaml::parse(&text).unwrap();
-            let again = decide(&scenario(&read).unwrap(), policy, &config).unwrap();
+            let again = decide(&scenario(&read, &config).unwrap(), policy, &config).unwrap();
             assert_eq!(
                 (&again.target, &again.reason, again.cached_tokens, &again.steps),
                 (&record.target, &record.reason, record.cached_tokens, &record.steps),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::ext_proc::reply::ErrorFormat;
-use crate::pool::Release;
+use crate::pool::{self, Release};
 use crate::scheduling::{ALIASES, POLICIES, Policies, named};
 use crate::telemetry::init::LogFormat;
 use crate::yaml;
@@ -40,6 +40,8 @@ pub struct Config {
     pub memory: Memory,
     /// How load is booked.
     pub load: Load,
+    /// What work costs on an engine of this pool.
+    pub prices: Prices,
     /// When requests are turned away.
     pub admission: Admission,
     /// When requests wait in the picker for an endpoint to have less to do.
@@ -216,6 +218,96 @@ pub struct Load {
     pub release_prompt: ReleaseName,
     /// Tokens that a request is taken to generate when it sets no limit.
     pub default_max_tokens: u64,
+}
+
+/// What work costs on an engine of this pool, for `marginal-cost` and `hold`: what matters are the proportions, for how
+/// fast an endpoint really is gets learned. The defaults are a 32B model's on two H100.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Prices {
+    /// Seconds that every step takes.
+    pub overhead: Price,
+    /// Seconds that the model's weights take to be read, in every step.
+    pub floor: Price,
+    /// Seconds for a prompt token.
+    pub prefill: Price,
+    /// Seconds for an answer in a step.
+    pub decode: Price,
+    /// Seconds for a prompt token and a token before it.
+    pub quadratic: Price,
+    /// Seconds for a token that answers look back on, in a step.
+    pub context: Price,
+    /// Tokens that a step computes at most.
+    pub budget: Ranged<1, 1_000_000_000>,
+    /// Requests that run at the same time at most: `--max-num-seqs`, or the slots of a llama.cpp server.
+    pub sequences: Ranged<1, 1_000_000>,
+    /// Tokens that the KV cache holds.
+    pub capacity: Ranged<1, 1_000_000_000_000>,
+}
+
+/// Seconds, 0 to 1000.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize)]
+#[serde(try_from = "f64", into = "f64")]
+pub struct Price(f64);
+
+impl TryFrom<f64> for Price {
+    type Error = String;
+
+    fn try_from(seconds: f64) -> Result<Self, String> {
+        if (0.0..=1000.0).contains(&seconds) {
+            Ok(Self(seconds))
+        } else {
+            Err(format!("a price is 0 to 1000 seconds, not {seconds}"))
+        }
+    }
+}
+
+impl From<Price> for f64 {
+    fn from(price: Price) -> Self {
+        price.0
+    }
+}
+
+impl Default for Prices {
+    fn default() -> Self {
+        let prices = pool::Prices::default();
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "the defaults are whole"
+        )]
+        let whole = |count: f64| count as u64;
+        Self {
+            overhead: Price(prices.overhead),
+            floor: Price(prices.floor),
+            prefill: Price(prices.prefill),
+            decode: Price(prices.decode),
+            quadratic: Price(prices.quadratic),
+            context: Price(prices.context),
+            budget: Ranged(whole(prices.budget)),
+            sequences: Ranged(whole(prices.sequences)),
+            capacity: Ranged(whole(prices.capacity)),
+        }
+    }
+}
+
+impl From<&Prices> for pool::Prices {
+    fn from(prices: &Prices) -> Self {
+        #[expect(clippy::cast_precision_loss, reason = "the ranges stay far below 2^52")]
+        let (budget, sequences, capacity) =
+            (prices.budget.0 as f64, prices.sequences.0 as f64, prices.capacity.0 as f64);
+        Self {
+            overhead: prices.overhead.0,
+            floor: prices.floor.0,
+            prefill: prices.prefill.0,
+            decode: prices.decode.0,
+            quadratic: prices.quadratic.0,
+            context: prices.context.0,
+            budget,
+            sequences,
+            capacity,
+        }
+    }
 }
 
 /// When a prompt's tokens are released.

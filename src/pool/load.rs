@@ -81,6 +81,12 @@ impl Work {
 }
 
 impl LoadLedger {
+    /// Starts without load; work costs as `prices` say.
+    #[must_use]
+    pub fn new(prices: Prices) -> Self {
+        Self { prices, ..Self::default() }
+    }
+
     /// Follows a new snapshot: counters of endpoints that stay keep their load, new ones start at zero.
     pub fn adopt(&mut self, pool: &PoolSnapshot) {
         for &counter in &self.by_slot {

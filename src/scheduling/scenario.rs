@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::{Candidates, Cx, Decision, Detail, Policy, Sights, Trace, scheduler};
 use crate::pool::{
-    Conversation, Endpoint, Load, LoadLedger, Placed, PoolError, PoolSnapshot, Sight,
+    Conversation, Endpoint, Load, LoadLedger, Placed, PoolError, PoolSnapshot, Prices, Sight,
 };
 
 /// What a decision depends on.
@@ -40,6 +40,8 @@ pub struct Scenario {
     pub hot: f64,
     /// How many times the price work takes in the pool.
     pub scale: f64,
+    /// What work costs; a record does not say it.
+    pub prices: Prices,
 }
 
 /// Why a scenario cannot be decided.
@@ -76,7 +78,7 @@ impl Scenario {
         if candidates.is_empty() {
             return Err(ScenarioError::NoEndpoints);
         }
-        let mut ledger = LoadLedger::default();
+        let mut ledger = LoadLedger::new(self.prices);
         ledger.adopt(&pool);
         for (endpoint, load) in &self.endpoints {
             ledger.preset(
@@ -177,6 +179,7 @@ impl Scenario {
             output: 100.0,
             hot: 0.0,
             scale: 1.0,
+            prices: Prices::default(),
         }
     }
 }

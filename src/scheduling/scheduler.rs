@@ -13,7 +13,8 @@ use super::{
 use crate::pool::estimate::TokenEstimator;
 use crate::pool::{
     Conversation, Decaying, EndpointId, Flight, InferenceRequest, KeySource, Load, LoadLedger,
-    MOST_TOKENS, Outcome, Placed, Placement, PoolSnapshot, PromptSize, Release, Ticket, Work,
+    MOST_TOKENS, Outcome, Placed, Placement, PoolSnapshot, Prices, PromptSize, Release, Ticket,
+    Work,
 };
 
 /// Pools up to this size have every candidate's load in every trace; in larger ones it would cost more than the pick.
@@ -30,6 +31,8 @@ pub struct Settings {
     pub admission: Admission,
     /// When a prompt's tokens leave the ledger.
     pub release: Release,
+    /// What work costs.
+    pub prices: Prices,
     /// Tokens that a request is taken to generate when it sets no limit.
     pub default_max_tokens: u64,
     /// Endpoints that a decision names, the fallbacks included.
@@ -115,7 +118,7 @@ impl Scheduler {
     /// Starts with `pool`, no load and an empty memory.
     #[must_use]
     pub fn new(settings: Settings, pool: Arc<PoolSnapshot>) -> Self {
-        let mut ledger = LoadLedger::default();
+        let mut ledger = LoadLedger::new(settings.prices);
         ledger.adopt(&pool);
         let placement = Placement::new(settings.memory_entries);
         let state = State {

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use super::pb;
 use crate::pool::{
     AdapterState, Conversation, Ending, Endpoint, InferenceRequest, KeySource, Load, Outcome,
-    PromptSize, Said, Sight, Usage, endpoint,
+    Prices, PromptSize, Said, Sight, Usage, endpoint,
 };
 use crate::scheduling::Scenario;
 
@@ -71,6 +71,7 @@ pub fn scenario(record: &pb::Record, points: u32) -> anyhow::Result<Scenario> {
         output: record.expected_output.unwrap_or(100.0),
         hot: record.hot.unwrap_or(0.0),
         scale: record.scale.unwrap_or(1.0),
+        prices: Prices::default(),
     })
 }
 

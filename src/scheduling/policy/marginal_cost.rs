@@ -46,7 +46,7 @@ impl Default for MarginalCost {
             hot_answer: Factor(0.3),
             balance: Factor(3.0),
             admission: Factor(1.0),
-            copies: Factor(0.05),
+            copies: Factor(0.5),
         }
     }
 }
