@@ -107,7 +107,7 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
         .initial_stream_window_size(config.server.stream_window_bytes.get())
         .initial_connection_window_size(config.server.connection_window_bytes.get())
         .http2_keepalive_interval(Some(Duration::from_secs(60)))
-        .add_service(picker.into_service())
+        .add_service(picker.clone().into_service())
         .add_service(health_service);
     let incoming = tls::incoming(grpc_listener, certificate)?;
     let mut grpc = tokio::spawn(grpc.serve_with_incoming_shutdown(incoming, stopped(stopping)));
@@ -123,6 +123,7 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
     let linger = Duration::from_secs(config.drain.linger_seconds);
     tracing::info!("draining");
     let _ = drain.send(true);
+    picker.hold_no_more();
     if asked == Asked::ToTerminate && !linger.is_zero() {
         tokio::select! {
             () = tokio::time::sleep(linger) => {}
@@ -260,6 +261,8 @@ fn records(config: &Config) -> Option<records::Settings> {
         "ring": config.ring,
         "memory": config.memory,
         "load": config.load,
+        "prices": config.prices,
+        "hold": config.hold,
         "admission": config.admission,
         "answers": { "destinations": config.answers.destinations },
     });

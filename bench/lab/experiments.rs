@@ -257,7 +257,7 @@ impl Experiments {
         for (name, text) in files {
             write_whole(&self.docs.join(name), text.as_bytes())?;
         }
-        println!("{}", self.docs.join(PAGE).display());
+        crate::print(&format!("{}\n", self.docs.join(PAGE).display()))?;
         if !changes.is_empty() {
             bail!(
                 "{} numbers changed: the files are written anew; read the difference, and commit it if it is meant",

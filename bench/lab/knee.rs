@@ -48,10 +48,8 @@ impl Knee {
         let (from, to) = (self.from, self.to);
         ensure!(0.0 < from && from < to && to.is_finite(), "--from {from} --to {to} is no range");
         let stop = grid::stop_on_ctrl_c()?;
-        println!(
-            "most with goodput of at least {} %, means over seeds",
-            plain(self.goodput * 100.0, 3)
-        );
+        let goodput = plain(self.goodput * 100.0, 3);
+        crate::print(&format!("most with goodput of at least {goodput} %, means over seeds\n"))?;
         for workload in &self.runs.workload {
             for policy in &self.runs.policy {
                 let found = halve((from, to), |x| {
@@ -62,7 +60,7 @@ impl Knee {
                     Found::Above => format!("more than {}", short(to)),
                     Found::Between(holds, _) => short(holds),
                 };
-                println!("{workload}  {policy:<32} {said}");
+                crate::print(&format!("{workload}  {policy:<32} {said}\n"))?;
             }
         }
         Ok(())

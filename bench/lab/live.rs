@@ -185,8 +185,8 @@ impl Live {
         let study = study(&runs, &closed, &command, Some(of));
         report::write(&self.out, &study)?;
         match self.format {
-            Format::Text => print!("{}", report::compare(&study, of)?),
-            Format::Json => print!("{}", read(&self.out.join("compare.json"))?),
+            Format::Text => crate::print(&report::compare(&study, of)?.to_string())?,
+            Format::Json => crate::print(&read(&self.out.join("compare.json"))?)?,
         }
         eprintln!("{}", self.out.join("summary.md").display());
         Ok(())

@@ -92,7 +92,7 @@ struct Runs {
     /// Workloads with their parameters, such as `loadaware:17 conv:1.0`; `list` shows them
     #[arg(long, short, value_name = "NAME", required = true, num_args = 1..)]
     workload: Vec<String>,
-    /// Policies, such as `llm-aware` or `llm-aware{epsilon: 0.5}`; `+events` and `+metrics` let ours see more
+    /// Policies, such as `llm-aware` or `llm-aware{epsilon: 0.5}`; `+events`, `+metrics`, `+hold` and `+prices` let ours see more
     #[arg(long, short, value_name = "NAME", required = true, num_args = 1..)]
     policy: Vec<String>,
     /// Seeds, such as `1..5` or `1,4,9`
@@ -184,27 +184,28 @@ fn main() -> ExitCode {
 
 impl List {
     fn run(&self) -> Result<()> {
-        println!("Workloads ({}):", self.places.workloads.display());
+        print(&format!("Workloads ({}):\n", self.places.workloads.display()))?;
         for listed in Library::new(&self.places.workloads).list()? {
             let parameters: Vec<String> =
                 listed.parameters.iter().map(|name| format!(":{name}")).collect();
-            println!("  {}{}", listed.name, parameters.concat());
-            println!("      {}", listed.about);
+            print(&format!("  {}{}\n", listed.name, parameters.concat()))?;
+            print(&format!("      {}\n", listed.about))?;
             if !listed.points.is_empty() {
                 let held_out = if listed.held_out { " (held out)" } else { "" };
-                println!("      in the study: {}{held_out}", listed.points.join(" "));
+                print(&format!("      in the study: {}{held_out}\n", listed.points.join(" ")))?;
             }
         }
-        let part = |title: &str, policies: &[(&str, &str)]| {
-            println!("\n{title}:");
+        let part = |title: &str, policies: &[(&str, &str)]| -> Result<()> {
+            print(&format!("\n{title}:\n"))?;
             for (name, about) in policies {
-                println!("  {name:<20} {about}");
+                print(&format!("  {name:<20} {about}\n"))?;
             }
+            Ok(())
         };
-        part("Policies of this repository", POLICIES);
-        part("Policies of others", rivals::PUBLISHED);
-        part("The same with other weights", rivals::RETUNED);
-        part("References", rivals::REFERENCES);
+        part("Policies of this repository", POLICIES)?;
+        part("Policies of others", rivals::PUBLISHED)?;
+        part("The same with other weights", rivals::RETUNED)?;
+        part("References", rivals::REFERENCES)?;
         Ok(())
     }
 }
@@ -214,7 +215,7 @@ impl Runs {
         let (runs, closed) = self.make()?;
         let command = command_line();
         report::write(&self.out, &study(&runs, &closed, &command, None))?;
-        println!("{}", self.out.join("summary.md").display());
+        print(&format!("{}\n", self.out.join("summary.md").display()))?;
         Ok(())
     }
 
@@ -249,6 +250,10 @@ impl Runs {
             }
             points.insert(name.clone(), point);
         }
+        for (names, what) in [(workloads, "workload"), (policies, "policy")] {
+            ensure_distinct(names, what)?;
+        }
+        ensure_distinct(&self.seeds.0, "seed")?;
         let mut jobs = Vec::new();
         for (name, point) in workloads.iter().map(|name| (name, &points[name])) {
             for policy in policies {
@@ -310,10 +315,19 @@ impl Compare {
         let study = study(&runs, &closed, &command, Some(of));
         report::write(&self.runs.out, &study)?;
         match self.format {
-            Format::Text => print!("{}", report::compare(&study, of)?),
-            Format::Json => print!("{}", read(&self.runs.out.join("compare.json"))?),
+            Format::Text => print(&report::compare(&study, of)?.to_string())?,
+            Format::Json => print(&read(&self.runs.out.join("compare.json"))?)?,
         }
         Ok(())
+    }
+}
+
+/// A run that is there twice would count twice.
+fn ensure_distinct<T: Ord + std::fmt::Display>(given: &[T], what: &str) -> Result<()> {
+    let mut known = BTreeSet::new();
+    match given.iter().find(|it| !known.insert(*it)) {
+        None => Ok(()),
+        Some(twice) => bail!("{what} {twice} is given twice"),
     }
 }
 

@@ -294,7 +294,6 @@ impl Router for Production {
             &self.scheduler,
             time,
             |&index| seen[&index].moment(time, self.random.bits()),
-            |_| false,
             Detail::Normal,
         );
         self.hold = Some(hold);

@@ -58,10 +58,14 @@ impl Report {
         let comparison =
             self.against.as_ref().map(|policy| report::compare(&study, policy)).transpose()?;
         match self.format {
-            None => println!("{}", out.join("summary.md").display()),
-            Some(Format::Md) => print!("{}", read(&out.join("summary.md"))?),
-            Some(Format::Json) => print!("{}", read(&out.join("compare.json"))?),
-            Some(Format::Text) => comparison.iter().for_each(|comparison| print!("{comparison}")),
+            None => crate::print(&format!("{}\n", out.join("summary.md").display()))?,
+            Some(Format::Md) => crate::print(&read(&out.join("summary.md"))?)?,
+            Some(Format::Json) => crate::print(&read(&out.join("compare.json"))?)?,
+            Some(Format::Text) => {
+                if let Some(comparison) = &comparison {
+                    crate::print(&comparison.to_string())?;
+                }
+            }
         }
         if let Some((rival, refusal)) =
             comparison.as_ref().and_then(report::Comparison::incomparable)
@@ -162,6 +166,7 @@ fn in_order(mut runs: Vec<Measured>) -> Vec<Measured> {
 fn same(first: &Value, other: &Value) -> Result<()> {
     ensure!(first["workload"] == other["workload"], "one name, two workloads");
     ensure!(first["signals"] == other["signals"], "one workload, two kinds of signals");
+    ensure!(first["live"] == other["live"], "one workload, on different engines");
     Ok(())
 }
 
@@ -253,6 +258,7 @@ mod tests {
         for (key, value, expected) in [
             ("workload", json!("another"), "one name, two workloads"),
             ("signals", json!({"pickers": 4}), "one workload, two kinds of signals"),
+            ("live", json!({"slots": 4}), "one workload, on different engines"),
         ] {
             let mut other = parameters();
             other[key] = value;

@@ -24,7 +24,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
-use super::waiting::{Seat, WaitingRoom};
+use super::waiting::{Called, Seat, WaitingRoom};
 use crate::index::hash;
 use crate::pool::InferenceRequest;
 use crate::scheduling::{Booking, Decided, Decision, Detail, HoldSettings, Moment, Scheduler};
@@ -116,6 +116,13 @@ impl Picker {
             waiting_room,
             epoch: Instant::now(),
         }))
+    }
+
+    /// Lets all requests go that are held back, and holds no more: the picker ends.
+    pub fn hold_no_more(&self) {
+        if let Some(room) = &self.0.waiting_room {
+            room.open(self.0.epoch.elapsed(), || self.0.seeds.draw());
+        }
     }
 
     /// Returns the gRPC service.
@@ -399,14 +406,15 @@ impl Stream for Pump {
             }
             if let Some(Waiting { seat, .. }) = &mut pump.waiting {
                 let shared = &pump.shared;
-                let Poll::Ready((now, decided)) = seat.poll(cx, || shared.call_waiting()) else {
+                let Poll::Ready(called) = seat.poll(cx, || shared.tick_waiting()) else {
                     return Poll::Pending;
                 };
                 shared.observer.metrics.waiting.dec();
                 if let Some(Waiting { asked, .. }) = pump.waiting.take() {
+                    let Called { now, took, decided } = called;
                     let begun = pump.shared.epoch + now;
                     let moment = Moment { now, ..Moment::default() };
-                    pump.decided(asked, decided, Turn { moment, begun, took: Duration::ZERO });
+                    pump.decided(asked, decided, Turn { moment, begun, took });
                 }
                 continue;
             }
@@ -446,8 +454,11 @@ impl Drop for Pump {
     fn drop(&mut self) {
         let metrics = &self.shared.observer.metrics;
         metrics.streams.dec();
-        if self.waiting.is_some() {
+        if let Some(Waiting { asked, .. }) = self.waiting.take() {
             metrics.waiting.dec();
+            let Asked { mut observation, request, .. } = asked;
+            let why = ("left-while-held", "the client left while the request was held back");
+            self.shared.observer.rejected(&mut observation, why, &request.id, Instant::now());
         }
         metrics.duplicate_body_messages.inc_by(self.exchange.duplicates());
         metrics.held_body_bytes.dec_by(i64::try_from(self.held).unwrap_or(i64::MAX));
@@ -458,10 +469,17 @@ impl Drop for Pump {
 }
 
 impl Shared {
-    /// Lets those go who wait and may: something has ended, or time has passed.
+    /// Lets those go who wait and may: something has ended.
     fn call_waiting(&self) {
         if let Some(room) = &self.waiting_room {
             room.call(self.epoch.elapsed(), || self.seeds.draw());
+        }
+    }
+
+    /// The same since time has passed.
+    fn tick_waiting(&self) {
+        if let Some(room) = &self.waiting_room {
+            room.tick(self.epoch.elapsed(), || self.seeds.draw());
         }
     }
 }

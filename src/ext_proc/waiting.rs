@@ -16,15 +16,27 @@ use crate::scheduling::{Decided, Detail, Hold, HoldSettings, Moment, Scheduler};
 /// A head that is being computed shortens the backlog without a word: those who wait look again this often.
 const TICK: Duration = Duration::from_millis(20);
 
-/// When a request was decided, since the picker's start, and how.
-type Called = (Duration, Decided);
+/// A request that was decided: when, since the picker's start, how long that took, and how.
+#[derive(Debug)]
+pub(super) struct Called {
+    pub(super) now: Duration,
+    pub(super) took: Duration,
+    pub(super) decided: Decided,
+}
 
 /// Where requests wait.
 #[derive(Debug)]
 pub(super) struct WaitingRoom {
-    hold: Mutex<Hold<oneshot::Sender<Called>>>,
+    room: Mutex<Room>,
     scheduler: Arc<Scheduler>,
     detail: Detail,
+}
+
+#[derive(Debug)]
+struct Room {
+    hold: Hold<oneshot::Sender<Called>>,
+    /// When somebody last looked who may go.
+    looked: Duration,
 }
 
 /// One that waits.
@@ -36,7 +48,8 @@ pub(super) struct Seat {
 
 impl WaitingRoom {
     pub(super) fn new(settings: HoldSettings, scheduler: Arc<Scheduler>, detail: Detail) -> Self {
-        Self { hold: Mutex::new(Hold::new(settings)), scheduler, detail }
+        let room = Room { hold: Hold::new(settings), looked: Duration::ZERO };
+        Self { room: Mutex::new(room), scheduler, detail }
     }
 
     /// Decides a request, or gives it a seat.
@@ -46,29 +59,58 @@ impl WaitingRoom {
         moment: Moment<'_>,
     ) -> Result<Decided, Seat> {
         let (caller, called) = oneshot::channel();
-        let decided = self.lock().offer(&self.scheduler, request, || caller, moment, self.detail);
+        let mut room = self.lock();
+        room.hold.forget(oneshot::Sender::is_closed);
+        let decided = room.hold.offer(&self.scheduler, request, || caller, moment, self.detail);
         decided.ok_or_else(|| Seat { called, tick: Box::pin(tokio::time::sleep(TICK)) })
     }
 
-    /// Calls all who may go now.
-    pub(super) fn call(&self, now: Duration, mut seed: impl FnMut() -> u64) {
-        loop {
-            let mut hold = self.lock();
-            if hold.is_empty() {
-                return;
-            }
-            let moment = |_: &_| Moment { now, seed: seed(), ..Moment::default() };
-            let has_gone = oneshot::Sender::is_closed;
-            let next = hold.release(&self.scheduler, now, moment, has_gone, self.detail);
-            drop(hold);
-            let Some((caller, decided)) = next else { return };
-            // Who has gone in this moment leaves the booking behind, and it is released as it is dropped.
-            drop(caller.send((now, decided)));
+    /// Calls all who may go, since something has ended.
+    pub(super) fn call(&self, now: Duration, seed: impl FnMut() -> u64) {
+        let room = self.lock();
+        if !room.hold.is_empty() {
+            self.look(room, now, seed);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Hold<oneshot::Sender<Called>>> {
-        self.hold.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Calls all who may go, since time has passed; once a tick, however many wait.
+    pub(super) fn tick(&self, now: Duration, seed: impl FnMut() -> u64) {
+        let room = self.lock();
+        if now.saturating_sub(room.looked) >= TICK {
+            self.look(room, now, seed);
+        }
+    }
+
+    /// Lets everybody go: the picker ends.
+    pub(super) fn open(&self, now: Duration, seed: impl FnMut() -> u64) {
+        let mut room = self.lock();
+        room.hold.open();
+        self.look(room, now, seed);
+    }
+
+    fn look<'a>(
+        &'a self,
+        mut room: MutexGuard<'a, Room>,
+        now: Duration,
+        mut seed: impl FnMut() -> u64,
+    ) {
+        room.looked = now;
+        room.hold.forget(oneshot::Sender::is_closed);
+        loop {
+            let begun = Instant::now();
+            let moment = |_: &_| Moment { now, seed: seed(), ..Moment::default() };
+            let next = room.hold.release(&self.scheduler, now, moment, self.detail);
+            drop(room);
+            let Some((caller, decided)) = next else { return };
+            // Who has gone in this moment leaves the booking behind, and it is released as it is dropped: not under
+            // the lock.
+            drop(caller.send(Called { now, took: begun.elapsed(), decided }));
+            room = self.lock();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -191,12 +191,11 @@ impl LoadLedger {
         ticket.work.prefill = 0;
     }
 
-    /// Releases all that the ticket still holds; `ended` is when and after how many tokens, if it ended well.
-    pub fn release(&mut self, ticket: Ticket, ended: Option<(Duration, u64)>) {
+    /// Releases all that the ticket still holds: when, if that is known, and after how many tokens, if it ended well.
+    pub fn release(&mut self, ticket: Ticket, now: Option<Duration>, generated: Option<u64>) {
         self.subtract(ticket.counter, Load { requests: 1, tokens: ticket.work.tokens() });
         let queue = &mut self.counters[ticket.counter as usize].queue;
-        let (now, generated) = ended.unzip();
-        queue.end(ticket.place, generated, now.unwrap_or_default(), &mut self.pace);
+        queue.end(ticket.place, generated, now, &mut self.pace);
         self.retire_if_idle(ticket.counter);
     }
 
@@ -299,8 +298,8 @@ mod tests {
         ledger.adopt(&both);
         assert_eq!(ledger.load(0), Load { requests: 1, tokens: 15 });
         let second = book(&mut ledger, 0, 1, 1);
-        ledger.release(first, None);
-        ledger.release(second, None);
+        ledger.release(first, None, None);
+        ledger.release(second, None, None);
         assert_eq!(ledger.load(0), Load::default());
     }
 
@@ -342,14 +341,14 @@ mod tests {
                         ledger.prefilled(&mut open[i]);
                         ledger.first_token(&mut open[i], Duration::ZERO);
                     }
-                    Act::End(i) if !open.is_empty() => { let i = i % open.len(); ledger.release(open.swap_remove(i), None); }
+                    Act::End(i) if !open.is_empty() => { let i = i % open.len(); ledger.release(open.swap_remove(i), None, None); }
                     Act::First(_) | Act::End(_) => {}
                 }
                 let sum = (0..u32::try_from(members.len()).unwrap()).map(|slot| ledger.load(slot))
                     .fold(Load::default(), |a, b| Load { requests: a.requests + b.requests, tokens: a.tokens + b.tokens });
                 prop_assert_eq!(sum, ledger.total());
             }
-            for ticket in open { ledger.release(ticket, None); }
+            for ticket in open { ledger.release(ticket, None, None); }
             for slot in 0..u32::try_from(members.len()).unwrap() {
                 prop_assert!(ledger.queue(slot).is_idle());
             }

@@ -36,7 +36,7 @@ pub struct EngineQueue {
     waiting: VecDeque<(u64, Flight)>,
     backlog: f64,
     /// When the engine began with the head of the queue.
-    head_since: Duration,
+    head_since: Option<Duration>,
     answers: u32,
     contexts: f64,
     balance: Decaying,
@@ -292,7 +292,7 @@ impl EngineQueue {
         let Some((_, head)) = self.waiting.front() else {
             return 0.0;
         };
-        let passed = now.saturating_sub(self.head_since).as_secs_f64();
+        let passed = self.head_since.map_or(0.0, |since| now.saturating_sub(since).as_secs_f64());
         (self.backlog * pace - (head.seconds * pace).min(passed)).max(0.0)
     }
 
@@ -357,7 +357,7 @@ impl EngineQueue {
     /// Adds a request.
     pub fn dispatch(&mut self, flight: Flight, now: Duration) -> Place {
         if self.waiting.is_empty() {
-            self.head_since = now;
+            self.head_since = Some(now);
         }
         let id = self.next;
         self.next += 1;
@@ -372,22 +372,31 @@ impl EngineQueue {
         if place.answering.is_some() {
             return;
         }
-        self.leave(place.id);
-        let took = now.saturating_sub(self.head_since).as_secs_f64();
-        self.head_since = now;
-        self.busy += took;
+        let since = self.head_since;
+        self.leave(place.id, Some(now));
+        self.head_since = Some(now);
         self.answers += 1;
         self.contexts += place.flight.context();
+        if let Some(since) = since {
+            let took = now.saturating_sub(since).as_secs_f64();
+            self.busy += took;
+            self.pace.prompt.learn(took, place.flight.seconds);
+            pool.prompt.learn(took, place.flight.seconds);
+        }
         place.answering = Some(Answering { since: now, step, busy: self.busy });
-        self.pace.prompt.learn(took, place.flight.seconds);
-        pool.prompt.learn(took, place.flight.seconds);
     }
 
-    /// Notes the end of a request, with the tokens that were generated if it ended well.
+    /// Notes the end of a request: when, if that is known, and the tokens that were generated, if it ended well.
     #[expect(clippy::needless_pass_by_value, reason = "a place is given up once")]
-    pub fn end(&mut self, place: Place, generated: Option<u64>, now: Duration, pool: &mut Pace) {
+    pub fn end(
+        &mut self,
+        place: Place,
+        generated: Option<u64>,
+        now: Option<Duration>,
+        pool: &mut Pace,
+    ) {
         let Some(Answering { since, step, busy }) = place.answering else {
-            self.leave(place.id);
+            self.leave(place.id, now);
             return;
         };
         self.answers = self.answers.saturating_sub(1);
@@ -397,7 +406,7 @@ impl EngineQueue {
             self.contexts = 0.0;
         }
         // Few tokens are an answer's formatting and not its pace.
-        if let Some(generated @ 8..) = generated {
+        if let (Some(generated @ 8..), Some(now)) = (generated, now) {
             #[expect(clippy::cast_precision_loss, reason = "answers are far shorter than 2^52")]
             let (took, tokens) =
                 (now.saturating_sub(since).as_secs_f64(), generated.saturating_sub(1) as f64);
@@ -410,11 +419,15 @@ impl EngineQueue {
         }
     }
 
-    fn leave(&mut self, id: u64) {
+    fn leave(&mut self, id: u64, now: Option<Duration>) {
         if let Some(index) = self.waiting.iter().position(|(waiting, _)| *waiting == id)
             && let Some((_, flight)) = self.waiting.remove(index)
         {
             self.backlog -= flight.seconds;
+            if index == 0 {
+                // The next one begins now, and not when this one did.
+                self.head_since = now;
+            }
             if self.waiting.is_empty() {
                 self.backlog = 0.0;
             }
@@ -470,8 +483,8 @@ mod tests {
         assert!((queue.uncached() - 60.0).abs() < 1e-9, "what is computed is no work any more");
         assert!((queue.backlog(at(13.0), 1.0) - 2.0).abs() < 1e-9);
         // One that ends without a word leaves nothing behind.
-        queue.end(second, None, at(13.0), &mut pool);
-        queue.end(first, Some(21), at(16.0), &mut pool);
+        queue.end(second, None, Some(at(13.0)), &mut pool);
+        queue.end(first, Some(21), Some(at(16.0)), &mut pool);
         assert!(queue.is_idle() && queue.backlog(at(13.0), 1.0) == 0.0 && queue.contexts() == 0.0);
     }
 
@@ -502,7 +515,7 @@ mod tests {
             for (queue, took) in [(&mut slow, 50.0), (&mut quick, 5.0)] {
                 let mut place = queue.dispatch(flight(1.0), now);
                 queue.first_token(&mut place, 0.1, now + at(took), &mut pool);
-                queue.end(place, Some(21), now + at(took + 20.0 * 0.1), &mut pool);
+                queue.end(place, Some(21), Some(now + at(took + 20.0 * 0.1)), &mut pool);
             }
         }
         let (slow, quick) = (slow.pace().prompt(&pool), quick.pace().prompt(&pool));
@@ -515,6 +528,24 @@ mod tests {
     }
 
     #[test]
+    fn a_head_that_goes_without_a_word_takes_its_time_with_it() {
+        let (mut queue, mut pool) = (EngineQueue::default(), Pace::default());
+        let first = queue.dispatch(flight(2.0), at(0.0));
+        let mut second = queue.dispatch(flight(3.0), at(0.0));
+        queue.end(first, None, Some(at(9.0)), &mut pool);
+        assert!((queue.backlog(at(9.0), 1.0) - 3.0).abs() < 1e-9);
+        queue.first_token(&mut second, 0.1, at(12.0), &mut pool);
+        assert!((pool.prompt.factor() - 1.0).abs() < 1e-9, "{}", pool.prompt.factor());
+        // When that was is not known: nothing is learned of the next one.
+        let third = queue.dispatch(flight(1.0), at(20.0));
+        let mut fourth = queue.dispatch(flight(1.0), at(20.0));
+        queue.end(third, None, None, &mut pool);
+        assert!((queue.backlog(at(99.0), 1.0) - 1.0).abs() < 1e-9);
+        queue.first_token(&mut fourth, 0.1, at(99.0), &mut pool);
+        assert!((pool.prompt.factor() - 1.0).abs() < 1e-9, "{}", pool.prompt.factor());
+    }
+
+    #[test]
     fn engines_that_differ_by_chance_are_equal() {
         let (mut a, mut b, mut pool) =
             (EngineQueue::default(), EngineQueue::default(), Pace::default());
@@ -523,7 +554,7 @@ mod tests {
             for (queue, took) in [(&mut a, 1.1), (&mut b, 0.9)] {
                 let mut place = queue.dispatch(flight(1.0), now);
                 queue.first_token(&mut place, 0.1, now + at(took), &mut pool);
-                queue.end(place, None, now + at(took), &mut pool);
+                queue.end(place, None, Some(now + at(took)), &mut pool);
             }
         }
         assert_eq!(a.pace().prompt(&pool), b.pace().prompt(&pool));
@@ -537,8 +568,8 @@ mod tests {
         let mut prompt = queue.dispatch(flight(1.0), at(1.0));
         queue.first_token(&mut prompt, 0.1, at(2.0), &mut pool);
         // 20 tokens in 2 seconds, and a second for the other's prompt.
-        queue.end(answer, Some(21), at(4.0), &mut pool);
-        queue.end(prompt, None, at(4.0), &mut pool);
+        queue.end(answer, Some(21), Some(at(4.0)), &mut pool);
+        queue.end(prompt, None, Some(at(4.0)), &mut pool);
         assert!((pool.answer.factor() - 1.0).abs() < 1e-9, "{}", pool.answer.factor());
     }
 }

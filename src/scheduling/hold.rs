@@ -35,6 +35,7 @@ pub type Decided = Result<(Decision, Booking), Refusal>;
 pub struct Hold<T> {
     settings: HoldSettings,
     waiting: VecDeque<Held<T>>,
+    is_open: bool,
 }
 
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl<T> Hold<T> {
     /// Holds nothing yet.
     #[must_use]
     pub fn new(settings: HoldSettings) -> Self {
-        Self { settings, waiting: VecDeque::new() }
+        Self { settings, waiting: VecDeque::new(), is_open: false }
     }
 
     /// Tells whether none wait.
@@ -62,6 +63,16 @@ impl<T> Hold<T> {
         self.waiting.iter().take(LOOKED_AT).map(|held| &held.owner)
     }
 
+    /// Forgets those whose owners wait no more.
+    pub fn forget(&mut self, has_gone: impl Fn(&T) -> bool) {
+        self.waiting.retain(|held| !has_gone(&held.owner));
+    }
+
+    /// Holds nothing back from now on: the picker ends.
+    pub fn open(&mut self) {
+        self.is_open = true;
+    }
+
     /// Decides a request that has come; `None` if it waits. It does not overtake those that wait.
     pub fn offer(
         &mut self,
@@ -71,8 +82,8 @@ impl<T> Hold<T> {
         moment: Moment<'_>,
         detail: Detail,
     ) -> Option<Decided> {
-        if self.waiting.is_empty() {
-            let bound = Some(self.settings.backlog);
+        if self.waiting.is_empty() || self.is_open {
+            let bound = (!self.is_open).then_some(self.settings.backlog);
             match scheduler.schedule_within(bound, request, moment, detail) {
                 Ok(Some(decided)) => return Some(Ok(decided)),
                 Ok(None) => {}
@@ -91,21 +102,19 @@ impl<T> Hold<T> {
         None
     }
 
-    /// Lets the next request go, if there is one that may; `moment` says what is known for it, and `has_gone` whose owner
-    /// waits no more.
+    /// Lets the next request go, if there is one that may; `moment` says what is known for it.
     pub fn release<'a>(
         &mut self,
         scheduler: &Arc<Scheduler>,
         now: Duration,
         mut moment: impl FnMut(&T) -> Moment<'a>,
-        has_gone: impl Fn(&T) -> bool,
         detail: Detail,
     ) -> Option<(T, Decided)> {
-        self.waiting.retain(|held| !has_gone(&held.owner));
         for place in 0..self.waiting.len().min(LOOKED_AT) {
             let held = &self.waiting[place];
             let waited = now.saturating_sub(held.since);
-            let bound = (waited < self.settings.longest).then_some(self.settings.backlog);
+            let is_held = waited < self.settings.longest && !self.is_open;
+            let bound = is_held.then_some(self.settings.backlog);
             let moment = Moment { held: waited, ..moment(&held.owner) };
             let decided = scheduler.schedule_within(bound, &held.request, moment, detail);
             if let Some(decided) = decided.transpose() {

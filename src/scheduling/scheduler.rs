@@ -506,7 +506,7 @@ impl Booking {
             state.output.learn(generated);
         }
         if let Some(ticket) = self.ticket.take() {
-            state.ledger.release(ticket, generated.map(|generated| (now, generated)));
+            state.ledger.release(ticket, Some(now), generated);
         }
     }
 }
@@ -522,7 +522,7 @@ impl Subject {
 impl Drop for Booking {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket.take() {
-            self.scheduler.lock().ledger.release(ticket, None);
+            self.scheduler.lock().ledger.release(ticket, None, None);
         }
     }
 }

@@ -350,7 +350,8 @@ fn held_up(most: usize) -> (Arc<Scheduler>, Hold<u32>, Booking) {
 
 fn released(scheduler: &Arc<Scheduler>, hold: &mut Hold<u32>, now: f64) -> Option<(u32, Decided)> {
     let time = Duration::from_secs_f64(now);
-    hold.release(scheduler, time, |_| at(now, 1), |owner| *owner == 13, Detail::Full)
+    hold.forget(|owner| *owner == 13);
+    hold.release(scheduler, time, |_| at(now, 1), Detail::Full)
 }
 
 #[test]
@@ -372,6 +373,15 @@ fn requests_wait_for_an_endpoint_to_have_less_to_do_first_come_first_served() {
     assert!(owner == 2 && decided.is_ok() && hold.is_empty());
     drop((booking, second, decided));
     assert_eq!(total(&scheduler), Load::default());
+}
+
+#[test]
+fn an_open_hold_lets_all_go() {
+    let (scheduler, mut hold, _booking) = held_up(9);
+    assert!(hold.offer(&scheduler, &request("c", 10), || 1, at(0.5, 1), Detail::Full).is_none());
+    hold.open();
+    assert!(hold.offer(&scheduler, &request("d", 10), || 2, at(0.5, 1), Detail::Full).is_some());
+    assert_eq!(released(&scheduler, &mut hold, 0.6).map(|(owner, _)| owner), Some(1));
 }
 
 #[test]

@@ -79,11 +79,12 @@ const DECISIONS: [f64; 10] =
     [0.000_001, 0.000_002, 0.000_005, 0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_5, 0.001, 0.01];
 
 /// Why requests are turned away.
-const REJECTIONS: [&str; 7] = [
+const REJECTIONS: [&str; 8] = [
     "pool-empty",
     "subset-empty",
     "subset-unmatched",
     "queue-full",
+    "left-while-held",
     "saturated",
     "body-too-large",
     "body-stalled",

@@ -174,7 +174,7 @@ impl Engines {
     /// It ends.
     pub(crate) fn end(&mut self, request: usize, now: Duration) {
         if let Some((at, place)) = self.places.remove(&request) {
-            self.queues.entry(at).or_default().end(place, None, now, &mut self.pace);
+            self.queues.entry(at).or_default().end(place, None, Some(now), &mut self.pace);
         }
     }
 }
