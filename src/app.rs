@@ -1,6 +1,7 @@
 #![allow(clippy::disallowed_methods, reason = "the composition root owns the tasks")]
 //! Builds each part from its settings, runs them, and ends them in order.
 
+mod engines;
 mod reload;
 mod source;
 
@@ -20,6 +21,8 @@ use tonic_health::server::HealthReporter;
 use crate::admin::decisions::DecisionService;
 use crate::admin::http;
 use crate::config::{Config, Origin, TlsMode};
+use crate::engine::follow;
+use crate::engine::knowledge::Knowledge;
 use crate::ext_proc::exchange::ExchangeSettings;
 use crate::ext_proc::request::ReadOptions;
 use crate::ext_proc::server::{Limits, Parts, Picker};
@@ -53,7 +56,9 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
     let source = Source::of(&config, &mut keeper).await?;
     let scheduler = Arc::new(Scheduler::new(settings(&config)?, keeper.pool()));
     let status = Arc::new(SourceStatus::default());
-    let (metrics, registry) = Metrics::new(Arc::clone(&scheduler), Arc::clone(&status));
+    let knowledge = Arc::new(knowledge(&config));
+    let (metrics, registry) =
+        Metrics::new(Arc::clone(&scheduler), Arc::clone(&status), Arc::clone(&knowledge));
     let reload = reload::Reload::new(&config, origin, Arc::clone(&scheduler))?;
     let tracing = tracing(&config)?;
     let log = config.log.decisions.then_some(config.log.format);
@@ -65,10 +70,15 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
     let grpc_listener = listen(&config, config.server.grpc_port, "grpc_port").await?;
     let certificate = certificate(&config)?;
 
+    let epoch = Instant::now();
+    let (members, pool) = watch::channel(scheduler.pool());
+    if knowledge.settings().any() {
+        follow::start(engines::following(&config)?, Arc::clone(&knowledge), pool, epoch)?;
+    }
     let (drain, draining) = watch::channel(false);
     let (stop, stopping) = watch::channel(false);
-    let following =
-        source.follow(keeper, Arc::clone(&scheduler), metrics, status, draining.clone())?;
+    let publish = source::Publish { scheduler: Arc::clone(&scheduler), members };
+    let following = source.follow(keeper, publish, metrics, status, draining.clone())?;
     let (released, ended) = (following.released, following.ended);
     let readiness = Arc::new(Readiness {
         status: following.status,
@@ -102,6 +112,8 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
         explain_headers: config.answers.explain_headers,
         detail: if config.log.full_detail { Detail::Full } else { Detail::Normal },
         hold: hold(&config),
+        knowledge: knowledge.settings().any().then_some(knowledge),
+        epoch,
     });
     let grpc = Server::builder()
         .initial_stream_window_size(config.server.stream_window_bytes.get())
@@ -223,6 +235,12 @@ impl Readiness {
     }
 }
 
+/// Makes what is to be known of engines, by a configuration: nothing is known yet.
+#[must_use]
+pub fn knowledge(config: &Config) -> Knowledge {
+    Knowledge::new(engines::knowledge(config))
+}
+
 /// Makes the scheduler's settings of a configuration.
 ///
 /// # Errors
@@ -295,6 +313,7 @@ pub fn exchange(config: &Config) -> ExchangeSettings {
         read: ReadOptions {
             max_decoded_bytes: config.requests.max_decoded_bytes,
             use_user_field: config.requests.use_user_field,
+            block_bytes: if config.prefix.text { config.prefix.block_bytes.get() } else { 0 },
         },
         errors: config.answers.errors,
         use_subset: config.requests.use_subset,

@@ -14,6 +14,7 @@ pub mod app;
 pub mod cli;
 pub mod config;
 pub mod discovery;
+pub mod engine;
 pub mod ext_proc;
 pub mod index;
 pub mod pool;

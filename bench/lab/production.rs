@@ -224,7 +224,15 @@ struct Seen {
 impl Seen {
     fn moment(&self, now: Duration, seed: u64) -> Moment<'_> {
         let Self { cached, coming, memory, waiting, running, prefix } = self;
-        let evidence = Evidence { cached, coming, memory, waiting, running, adapters: &[] };
+        let evidence = Evidence {
+            cached,
+            coming,
+            memory,
+            waiting,
+            running,
+            adapters: &[],
+            ..Evidence::default()
+        };
         Moment { now, seed, evidence, prefix: *prefix, held: Duration::ZERO }
     }
 }

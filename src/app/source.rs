@@ -17,7 +17,7 @@ use crate::config::{AddressFamily, Config};
 use crate::discovery::kubernetes::{self, Choice};
 use crate::discovery::reconcile::{Family, Reading};
 use crate::discovery::{file, lease, objectives, watch};
-use crate::pool::{Change, Endpoint, PoolKeeper, Warmup};
+use crate::pool::{Change, Endpoint, PoolKeeper, PoolSnapshot, Warmup};
 use crate::scheduling::Scheduler;
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::source::SourceStatus;
@@ -98,7 +98,7 @@ impl Source {
     pub(super) fn follow(
         self,
         mut keeper: PoolKeeper,
-        scheduler: Arc<Scheduler>,
+        to: Publish,
         metrics: Arc<Metrics>,
         status: Arc<SourceStatus>,
         stop: channel::Receiver<bool>,
@@ -126,8 +126,7 @@ impl Source {
         };
         drop(entered);
         let run = async move {
-            let keep =
-                keep(&mut keeper, &mut updates, |change| publish(&scheduler, &status, change));
+            let keep = keep(&mut keeper, &mut updates, |change| to.publish(&status, change));
             match self {
                 Self::File { path, poll } => {
                     let read = file::watch(&path, poll, |read| match read {
@@ -151,7 +150,7 @@ impl Source {
                     }
                     let prioritise = async {
                         if objectives {
-                            let set = |found| scheduler.set_objectives(found);
+                            let set = |found| to.scheduler.set_objectives(found);
                             objectives::follow(client.clone(), &settings, &status, set).await;
                         }
                     };
@@ -251,27 +250,45 @@ async fn keep(
 /// Conversations whose homes are counted at a change of membership: as many as are remembered by default.
 const COUNTED: usize = 50_000;
 
-fn publish(scheduler: &Scheduler, status: &SourceStatus, change: Change) {
-    let conversations = scheduler.conversations(COUNTED);
-    let homes_moved = scheduler.pool().homes_moved(&change.pool, &conversations);
-    status.changed(change.warming, homes_moved);
-    let (endpoints, version) = (change.pool.endpoints().len(), change.pool.version());
-    let (warming, remembered) = (change.warming, conversations.len());
-    scheduler.adopt(change.pool);
-    if change.joined.is_empty() && change.left.is_empty() {
-        tracing::debug!(endpoints, version, warming, homes_moved, remembered, "weights changed");
-    } else {
-        let (joined, left) = (names(&change.joined), names(&change.left));
-        tracing::info!(
-            endpoints,
-            version,
-            joined,
-            left,
-            warming,
-            homes_moved,
-            remembered,
-            "endpoints changed"
-        );
+/// Who follows the pool.
+pub(super) struct Publish {
+    pub(super) scheduler: Arc<Scheduler>,
+    /// Those who hear its engines.
+    pub(super) members: channel::Sender<Arc<PoolSnapshot>>,
+}
+
+impl Publish {
+    fn publish(&self, status: &SourceStatus, change: Change) {
+        let scheduler = &self.scheduler;
+        let conversations = scheduler.conversations(COUNTED);
+        let homes_moved = scheduler.pool().homes_moved(&change.pool, &conversations);
+        status.changed(change.warming, homes_moved);
+        let (endpoints, version) = (change.pool.endpoints().len(), change.pool.version());
+        let (warming, remembered) = (change.warming, conversations.len());
+        self.members.send_replace(Arc::clone(&change.pool));
+        scheduler.adopt(change.pool);
+        if change.joined.is_empty() && change.left.is_empty() {
+            tracing::debug!(
+                endpoints,
+                version,
+                warming,
+                homes_moved,
+                remembered,
+                "weights changed"
+            );
+        } else {
+            let (joined, left) = (names(&change.joined), names(&change.left));
+            tracing::info!(
+                endpoints,
+                version,
+                joined,
+                left,
+                warming,
+                homes_moved,
+                remembered,
+                "endpoints changed"
+            );
+        }
     }
 }
 

@@ -241,6 +241,7 @@ mod tests {
             waiting: &[Some(3), None, Some(1), Some(0), None],
             running: &[Some(30), Some(2), None, Some(7), None],
             adapters: &[adapters("a"), adapters("b"), None, adapters("a"), None],
+            ..Evidence::default()
         };
         let mut bookings = Vec::new();
         for turn in 0..40u64 {

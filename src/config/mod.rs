@@ -2,7 +2,7 @@
 
 mod source;
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
@@ -42,6 +42,12 @@ pub struct Config {
     pub load: Load,
     /// What work costs on an engine of this pool.
     pub prices: Prices,
+    /// What engines' metrics say.
+    pub metrics: Metrics,
+    /// What engines' KV events say.
+    pub events: Events,
+    /// What is kept of caches.
+    pub prefix: Prefix,
     /// When requests are turned away.
     pub admission: Admission,
     /// When requests wait in the picker for an endpoint to have less to do.
@@ -320,6 +326,85 @@ pub enum ReleaseName {
     End,
 }
 
+/// Engines' own metrics: requests that run and wait there, memory in use, LoRA adapters.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Metrics {
+    /// Whether engines are asked. Of those that do not answer nothing is known, and routing goes on.
+    pub enabled: bool,
+    /// Time between two questions to one engine, in milliseconds, 10 or more.
+    pub interval_ms: Ranged<10, 60_000>,
+    /// What was heard longer ago is not believed, in milliseconds; more than `interval_ms`.
+    pub stale_ms: Ranged<20, 600_000>,
+    /// Longest wait for a whole answer, in milliseconds.
+    pub timeout_ms: Ranged<1, 60_000>,
+    /// Largest answer, in bytes.
+    pub max_bytes: Ranged<1024, 0x1000_0000>,
+    /// Port of all engines' metrics; absent: each endpoint's own.
+    pub port: Option<u16>,
+    /// Path; absent: `/metrics`, and `/prometheus/metrics` of TensorRT-LLM.
+    pub path: Option<String>,
+    /// `off`, `verify` (certificates signed by `ca`) or `any` (encrypted, but from whom is not known).
+    pub tls: MetricsTls,
+    /// PEM file of the CA, with `verify`; read again when it changes.
+    pub ca: Option<PathBuf>,
+    /// Name in the engines' certificates; absent: the endpoint's address.
+    pub server_name: Option<String>,
+    /// File with a bearer token; read again when it changes.
+    pub token_file: Option<PathBuf>,
+}
+
+/// How engines are asked for metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MetricsTls {
+    /// In plain text.
+    #[default]
+    Off,
+    /// Over TLS, with certificates of a CA.
+    Verify,
+    /// Over TLS, with any certificate.
+    Any,
+}
+
+/// Engines' KV events: which blocks are in their caches. They name blocks by tokens, so they serve requests whose token
+/// ids are known.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Events {
+    /// Whether engines are listened to.
+    pub enabled: bool,
+    /// Port of engines' PUB socket, of the first data-parallel rank; each further one's is one higher.
+    pub port: u16,
+    /// Port of their ROUTER socket, which sends again what was missed; absent: then all is forgotten instead.
+    pub replay_port: Option<u16>,
+    /// Data-parallel ranks of an engine.
+    pub ranks: Ranged<1, 256>,
+    /// Only topics that begin with this count.
+    pub topic: String,
+    /// Address on which engines connect to the picker, with topics `kv@ENDPOINT@MODEL`; then `port` is not used.
+    pub listen: Option<SocketAddr>,
+}
+
+/// What is kept of caches.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Prefix {
+    /// Whether caches are guessed from the text that was sent; for `marginal-cost`, `kv-aware`, `prefix-aware`,
+    /// `load-aware` and `weighted`. `llm-aware` and the others do not look at guesses.
+    pub text: bool,
+    /// Bytes of a block of text.
+    pub block_bytes: Ranged<16, 65_536>,
+    /// Tokens of a block of events; the engines' block size must be a multiple of it.
+    pub block_tokens: Ranged<1, 1024>,
+    /// Bytes that each index, of text and of events, may take; what was used least recently goes first.
+    pub budget_bytes: Ranged<65_536, 0x100_0000_0000>,
+    /// Tokens that an engine has room for, where its metrics do not say.
+    pub capacity_tokens: Ranged<1, 1_000_000_000>,
+    /// How long a prompt that was sent counts as on its way, in milliseconds, if its answer does not say otherwise.
+    pub speculation_ms: Ranged<1, 3_600_000>,
+}
+
 /// When requests are turned away.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
@@ -521,6 +606,50 @@ impl Default for Memory {
 impl Default for Load {
     fn default() -> Self {
         Self { release_prompt: ReleaseName::FirstToken, default_max_tokens: 256 }
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            interval_ms: Ranged(100),
+            stale_ms: Ranged(2000),
+            timeout_ms: Ranged(1000),
+            max_bytes: Ranged(4 << 20),
+            port: None,
+            path: None,
+            tls: MetricsTls::Off,
+            ca: None,
+            server_name: None,
+            token_file: None,
+        }
+    }
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        Self {
+            enabled: false,
+            port: 5557,
+            replay_port: None,
+            ranks: Ranged(1),
+            topic: String::new(),
+            listen: None,
+        }
+    }
+}
+
+impl Default for Prefix {
+    fn default() -> Self {
+        Self {
+            text: false,
+            block_bytes: Ranged(256),
+            block_tokens: Ranged(16),
+            budget_bytes: Ranged(256 << 20),
+            capacity_tokens: Ranged(500_000),
+            speculation_ms: Ranged(60_000),
+        }
     }
 }
 

@@ -599,6 +599,7 @@ impl Exchange {
         request.max_tokens = request.max_tokens.or(reading.max_tokens);
         request.conversation = header_key.or_else(|| body_conversation(&reading));
         request.model = reading.model;
+        (request.text, request.salt) = (reading.text, reading.salt);
         // In a buffered mode the headers are answered already, so the body's answer carries the pick.
         let (carrier, end) = match (self.modes.request, end) {
             (Mode::Buffered, BodyEnd::Chunk) => (Carrier::Body, BodyEnd::Absent),

@@ -1,10 +1,11 @@
 //! Reads from a request body only what routing needs, while its chunks pass by, and never refuses one.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::inflate::{Inflate, Sink, Stopped};
 use super::json::{Status, Tokenizer};
-use crate::pool::PromptSize;
+use crate::pool::{PromptSize, TextBlocks};
 use facts::{Facts, Place};
 
 mod facts;
@@ -17,6 +18,8 @@ pub struct ReadOptions {
     pub(crate) max_decoded_bytes: u64,
     /// Whether `user` names a session. It often names a whole application instead.
     pub(crate) use_user_field: bool,
+    /// Bytes of the blocks that the prompt's text is hashed in; 0 is not at all.
+    pub(crate) block_bytes: u32,
 }
 
 /// Whether the body has more to come.
@@ -47,6 +50,10 @@ pub struct Reading {
     /// A hash over what stays the same while a conversation grows: the model, the cache salt, the system text,
     /// the tools and the first user turn.
     pub(crate) opening: Option<u64>,
+    /// The prompt's text in blocks, if that is wanted and the body was read whole.
+    pub(crate) text: Option<Arc<TextBlocks>>,
+    /// Hash of the cache salt.
+    pub(crate) salt: Option<u64>,
 }
 
 impl Reading {
@@ -147,7 +154,7 @@ impl RequestReader {
         } else {
             let document = Document {
                 tokenizer: Tokenizer::new(Place::Root),
-                facts: Facts::new(options.use_user_field),
+                facts: Facts::new(options.use_user_field, options.block_bytes),
             };
             let limit = options.max_decoded_bytes;
             Body::Read(Box::new(Inflate::new(content_encoding, limit, document)))
@@ -211,6 +218,8 @@ impl Reading {
             max_tokens: None,
             key: None,
             opening: None,
+            text: None,
+            salt: None,
         }
     }
 }

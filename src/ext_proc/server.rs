@@ -25,8 +25,9 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
 use super::waiting::{Called, Seat, WaitingRoom};
+use crate::engine::knowledge::{Facts, Knowledge, Promise, Prompt};
 use crate::index::hash;
-use crate::pool::InferenceRequest;
+use crate::pool::{InferenceRequest, Outcome};
 use crate::scheduling::{Booking, Decided, Decision, Detail, HoldSettings, Moment, Scheduler};
 use crate::telemetry::metrics::Why;
 use crate::telemetry::observer::{Asking, Observation, Observer};
@@ -58,6 +59,7 @@ struct Shared {
     detail: Detail,
     seeds: Seeds,
     waiting_room: Option<WaitingRoom>,
+    knowledge: Option<Arc<Knowledge>>,
     /// When the picker began: the core counts time from there.
     epoch: Instant,
 }
@@ -79,6 +81,10 @@ pub struct Parts {
     pub detail: Detail,
     /// When requests are held back, if they are.
     pub hold: Option<HoldSettings>,
+    /// What is known of engines, if anything is to be.
+    pub knowledge: Option<Arc<Knowledge>>,
+    /// When the picker began: time counts from there.
+    pub epoch: Instant,
 }
 
 /// Why an exchange must decide on what it has.
@@ -101,10 +107,12 @@ impl Picker {
     /// Makes the picker.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
-        let Parts { scheduler, observer, exchange, limits, explain_headers, detail, hold } = parts;
+        let Parts { scheduler, observer, exchange, limits, explain_headers, detail, .. } = parts;
+        let Parts { hold, knowledge, epoch, .. } = parts;
         let seeds = Seeds { start: RandomState::new().hash_one(0), drawn: AtomicU64::new(0) };
         let exchange = Arc::new(exchange);
-        let waiting_room = hold.map(|hold| WaitingRoom::new(hold, Arc::clone(&scheduler), detail));
+        let waiting_room = hold
+            .map(|hold| WaitingRoom::new(hold, Arc::clone(&scheduler), knowledge.clone(), detail));
         Self(Arc::new(Shared {
             scheduler,
             observer,
@@ -114,7 +122,8 @@ impl Picker {
             detail,
             seeds,
             waiting_room,
-            epoch: Instant::now(),
+            knowledge,
+            epoch,
         }))
     }
 
@@ -157,6 +166,8 @@ pub struct Pump {
     inbound: Streaming<pb::ProcessingRequest>,
     exchange: Exchange,
     booking: Option<Booking>,
+    /// What was predicted of it.
+    promise: Option<Promise>,
     observation: Option<Observation>,
     /// Trace context of the gRPC call; it goes before the client's own.
     traceparent: Option<String>,
@@ -180,6 +191,7 @@ struct Waiting {
 struct Asked {
     observation: Observation,
     request: InferenceRequest,
+    prompt: Option<Arc<Prompt>>,
     body: &'static str,
 }
 
@@ -188,6 +200,7 @@ struct Turn<'a> {
     moment: Moment<'a>,
     begun: Instant,
     took: Duration,
+    facts: Option<&'a Facts>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -212,6 +225,7 @@ impl Pump {
             inbound,
             exchange,
             booking: None,
+            promise: None,
             observation: None,
             traceparent,
             started: now,
@@ -233,6 +247,12 @@ impl Pump {
                 let mut observation = self.observation.take().unwrap_or_else(|| self.observe());
                 let now = Instant::now();
                 self.booking = None;
+                if let (Some(knowledge), Some(promise)) =
+                    (&self.shared.knowledge, self.promise.take())
+                {
+                    let time = now.saturating_duration_since(self.shared.epoch);
+                    knowledge.served(promise, &Outcome::default(), time);
+                }
                 self.shared.observer.rejected(
                     &mut observation,
                     (rejection.as_str(), &rejection.to_string()),
@@ -276,19 +296,25 @@ impl Pump {
             shared.observer.metrics.unread_bodies.get_or_create(&Why { reason: body }).inc();
         }
         let begun = Instant::now();
+        let now = begun.saturating_duration_since(shared.epoch);
+        let knowledge = shared.knowledge.as_ref();
+        let prompt = knowledge.and_then(|it| it.prompt(&request));
+        let facts =
+            knowledge.map(|it| Arc::new(it.look(&shared.scheduler.pool(), prompt.as_deref(), now)));
         let moment = Moment {
-            now: begun.saturating_duration_since(shared.epoch),
+            now,
             seed: shared.seeds.draw(),
+            evidence: facts.as_ref().map(|facts| facts.evidence()).unwrap_or_default(),
             ..Moment::default()
         };
         let decided = match &shared.waiting_room {
             None => Ok(shared.scheduler.schedule(&request, moment, shared.detail)),
-            Some(room) => room.enter(&request, moment),
+            Some(room) => room.enter(&request, (prompt.as_ref(), facts.as_ref()), moment),
         };
-        let asked = Asked { observation, request, body };
+        let asked = Asked { observation, request, prompt, body };
         match decided {
             Ok(decided) => {
-                let turn = Turn { moment, begun, took: begun.elapsed() };
+                let turn = Turn { moment, begun, took: begun.elapsed(), facts: facts.as_deref() };
                 self.decided(asked, decided, turn);
             }
             Err(seat) => {
@@ -299,7 +325,7 @@ impl Pump {
     }
 
     fn decided(&mut self, asked: Asked, decided: Decided, turn: Turn<'_>) {
-        let Asked { mut observation, request, body } = asked;
+        let Asked { mut observation, request, prompt, body } = asked;
         let shared = Arc::clone(&self.shared);
         match decided {
             Ok((decision, booking)) => {
@@ -313,7 +339,11 @@ impl Pump {
                         Vec::new()
                     },
                 });
-                let Turn { moment, begun, took } = turn;
+                let Turn { moment, begun, took, facts } = turn;
+                if let (Some(knowledge), Some(prompt)) = (&shared.knowledge, prompt) {
+                    let endpoint = decision.pool.ids()[decision.target() as usize];
+                    self.promise = knowledge.chosen(endpoint, prompt, facts, moment.now);
+                }
                 let asking = Asking { request: &request, moment, body, begun, took };
                 shared.observer.decided(&mut observation, decision, asking);
                 self.observation = Some(observation);
@@ -327,10 +357,14 @@ impl Pump {
         }
     }
 
-    fn finish(&mut self, outcome: &crate::pool::Outcome) {
+    fn finish(&mut self, outcome: &Outcome) {
         let now = Instant::now();
+        let time = now.saturating_duration_since(self.shared.epoch);
+        if let (Some(knowledge), Some(promise)) = (&self.shared.knowledge, self.promise.take()) {
+            knowledge.served(promise, outcome, time);
+        }
         if let Some(booking) = self.booking.take() {
-            booking.finish(outcome, now.saturating_duration_since(self.shared.epoch));
+            booking.finish(outcome, time);
             self.shared.call_waiting();
         }
         if let Some(observation) = self.observation.take() {
@@ -411,10 +445,11 @@ impl Stream for Pump {
                 };
                 shared.observer.metrics.waiting.dec();
                 if let Some(Waiting { asked, .. }) = pump.waiting.take() {
-                    let Called { now, took, decided } = called;
+                    let Called { now, took, decided, facts } = called;
                     let begun = pump.shared.epoch + now;
                     let moment = Moment { now, ..Moment::default() };
-                    pump.decided(asked, decided, Turn { moment, begun, took });
+                    let facts = facts.as_deref();
+                    pump.decided(asked, decided, Turn { moment, begun, took, facts });
                 }
                 continue;
             }

@@ -18,5 +18,5 @@ pub use outcome::{Ending, Outcome, Usage};
 pub use placement::{Placed, Placement};
 pub use prices::Prices;
 pub use queue::{AdapterState, Adapters, Decaying, EngineQueue, Flight, Pace, Place, Said, Sight};
-pub use request::{Conversation, InferenceRequest, KeySource, PromptSize};
+pub use request::{Conversation, InferenceRequest, KeySource, PromptSize, TextBlocks};
 pub use snapshot::{PoolError, PoolSnapshot};

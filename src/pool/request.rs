@@ -1,7 +1,9 @@
 //! What routing knows of one request.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
+use crate::index::block::BlockKey;
 use crate::index::hash;
 
 /// One request, as far as routing needs it.
@@ -21,6 +23,60 @@ pub struct InferenceRequest {
     pub max_tokens: Option<u64>,
     /// The endpoints the gateway allows (`x-gateway-destination-endpoint-subset`); `None` allows all, and port 0 is any.
     pub subset: Option<Vec<SocketAddr>>,
+    /// The prompt's token ids, as the engine makes them; `None` where they are not known.
+    pub tokens: Option<Arc<[u32]>>,
+    /// The prompt's text in blocks; `None` where nobody wants them.
+    pub text: Option<Arc<TextBlocks>>,
+    /// Hash of the cache salt, see [`salt`].
+    pub salt: Option<u64>,
+}
+
+/// The text of a prompt as a chain of blocks, of a body that was read whole.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct TextBlocks {
+    /// Names of its full blocks; model, cache salt and tools are part of each.
+    pub keys: Vec<BlockKey>,
+    /// Bytes of a block.
+    pub block: u32,
+    /// Bytes before the first block, which all prompts with the same first block share: the tools.
+    pub head: u64,
+    /// Bytes in all.
+    pub bytes: u64,
+}
+
+impl TextBlocks {
+    /// Returns the share of the prompt that its first blocks make up.
+    #[must_use]
+    pub fn share(&self, blocks: u32) -> f64 {
+        if blocks == 0 || self.bytes == 0 {
+            return 0.0;
+        }
+        let first = self.head.saturating_add(u64::from(blocks) * u64::from(self.block));
+        #[expect(clippy::cast_precision_loss, reason = "bodies are far smaller than 2^52 bytes")]
+        let share = first as f64 / self.bytes as f64;
+        share.min(1.0)
+    }
+
+    /// Returns how many whole blocks are within a share of the prompt.
+    #[must_use]
+    pub fn within(&self, share: f64) -> usize {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            clippy::cast_precision_loss,
+            reason = "bodies are far smaller than 2^52 bytes, and a cast stops at its bounds"
+        )]
+        let first = (share.clamp(0.0, 1.0) * self.bytes as f64) as u64;
+        let blocks = first.saturating_sub(self.head) / u64::from(self.block.max(1));
+        usize::try_from(blocks).unwrap_or(usize::MAX).min(self.keys.len())
+    }
+}
+
+/// Hashes a cache salt, so that the salt itself is kept nowhere. A reader that gets it in pieces makes the same of it:
+/// XXH3 of the bytes and of 0xff, which no UTF-8 text holds.
+#[must_use]
+pub fn salt(text: &str) -> u64 {
+    hash::hash(&[text.as_bytes(), &[0xff]].concat())
 }
 
 /// A conversation's identity.

@@ -81,10 +81,12 @@ pub enum Sights<'a> {
     Recorded(&'a [Sight]),
 }
 
-/// What engines say of themselves, by slot of the current pool: a list is empty where nobody says it, and an entry
+/// What engines say of themselves, by slot of one pool: a list is empty where nobody says it, and an entry
 /// `None` where that engine does not. What is not said is unknown and must never look like the best or the worst.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Evidence<'a> {
+    /// The version of the pool whose slots these are; of any other it says nothing. `None` is the pool in use.
+    pub version: Option<u64>,
     /// Tokens of the prompt in the cache.
     pub cached: &'a [Option<u64>],
     /// The same when the prompts that are under way there have been computed; not below `cached`.
@@ -97,6 +99,18 @@ pub struct Evidence<'a> {
     pub running: &'a [Option<u64>],
     /// LoRA adapters there.
     pub adapters: &'a [Option<Adapters>],
+    /// What is likely to be in the cache, by what was sent there: no more than a guess, as our own memory of
+    /// conversations is, and of the two the greater counts. An engine's own word goes before both.
+    pub guessed: &'a [Guess],
+}
+
+/// Shares of a prompt, 0 to 1, that are likely to be in a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Guess {
+    /// Now.
+    pub held: f64,
+    /// When the prompts that are under way there have been computed.
+    pub coming: f64,
 }
 
 /// When and with which chance a decision is made, and on what evidence.
@@ -205,6 +219,12 @@ impl Candidates {
 }
 
 impl Evidence<'_> {
+    /// Returns it if it is about this version of the pool, and else none at all: slots of another version are other
+    /// endpoints. That happens to a request that is decided just when the pool changes.
+    pub(crate) fn about(self, version: u64) -> Self {
+        if self.version.is_none_or(|of| of == version) { self } else { Self::default() }
+    }
+
     /// Returns what the engine in a slot says, with the adapter of `model`.
     fn of(&self, at: usize, model: Option<&str>) -> Said {
         fn entry<T: Clone>(list: &[Option<T>], at: usize) -> Option<T> {
@@ -246,11 +266,15 @@ impl Cx<'_> {
             let prompt = self.prompt_tokens as f64;
             let placed = self.places.iter().find(|it| it.endpoint == self.pool.ids()[at]);
             let remembered = placed.map_or(0, Placed::cached) as f64;
-            sight.held = said.cached.unwrap_or(remembered).min(prompt);
+            let guess = evidence.guessed.get(at).copied().unwrap_or_default();
+            sight.held = said.cached.unwrap_or(remembered.max(guess.held * prompt)).min(prompt);
             // What waits there is computed before this request is.
             let coming = match evidence.coming.get(at) {
                 Some(&Some(tokens)) => tokens as f64,
-                Some(None) | None => self.ledger.queue(slot).coming(conversation, prefix, prompt),
+                Some(None) | None => {
+                    let queued = self.ledger.queue(slot).coming(conversation, prefix, prompt);
+                    queued.max(guess.coming * prompt)
+                }
             };
             sight.cached = sight.held.max(coming).min(prompt);
         }

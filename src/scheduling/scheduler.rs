@@ -221,6 +221,7 @@ impl Scheduler {
         let Moment { now, seed, evidence, prefix, held } = moment;
         let mut state = self.lock();
         let state = &mut *state;
+        let evidence = evidence.about(state.pool.version());
         let conversation =
             request.conversation.as_ref().map(|conversation| state.key_of(conversation));
         let candidates = self.candidates(state, request)?;

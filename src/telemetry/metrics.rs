@@ -11,7 +11,9 @@ use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
+use super::engines::EngineCollector;
 use super::source::SourceStatus;
+use crate::engine::knowledge::Knowledge;
 use crate::scheduling::{Reason, Scheduler};
 
 /// Label set of a metric with one label.
@@ -93,7 +95,11 @@ const REJECTIONS: [&str; 8] = [
 impl Metrics {
     /// Registers everything, the gauges of the scheduler's endpoints included.
     #[must_use]
-    pub fn new(scheduler: Arc<Scheduler>, source: Arc<SourceStatus>) -> (Arc<Self>, Registry) {
+    pub fn new(
+        scheduler: Arc<Scheduler>,
+        source: Arc<SourceStatus>,
+        knowledge: Arc<Knowledge>,
+    ) -> (Arc<Self>, Registry) {
         let metrics = Arc::new(Self {
             decisions: Family::default(),
             rejections: Family::default(),
@@ -203,6 +209,7 @@ impl Metrics {
         registry.register("completion_tokens", "Tokens generated", m.completion_tokens.clone());
         registry.register_collector(Box::new(PoolCollector(scheduler)));
         registry.register_collector(Box::new(SourceCollector(source)));
+        registry.register_collector(Box::new(EngineCollector(knowledge)));
         (metrics, registry)
     }
 }
@@ -211,9 +218,10 @@ impl Metrics {
 #[derive(Debug)]
 struct PoolCollector(Arc<Scheduler>);
 
+/// Label set of a metric of each endpoint.
 #[derive(Debug, Clone, EncodeLabelSet)]
-struct EndpointLabel {
-    endpoint: String,
+pub(super) struct EndpointLabel {
+    pub(super) endpoint: String,
 }
 
 impl prometheus_client::collector::Collector for PoolCollector {

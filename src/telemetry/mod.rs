@@ -1,5 +1,6 @@
 //! The only maker of records, log lines, spans and metrics about decisions.
 
+mod engines;
 pub mod explain;
 pub mod init;
 mod lines;

@@ -113,6 +113,9 @@ pub fn request(record: &pb::Record, asked: &pb::Asked) -> anyhow::Result<Inferen
     });
     let subset = subset.collect::<anyhow::Result<Vec<_>>>()?;
     Ok(InferenceRequest {
+        tokens: None,
+        text: None,
+        salt: None,
         id: record.request_id.clone(),
         conversation: conversation(record)?,
         model: Some(record.model.clone()).filter(|model| !model.is_empty()),

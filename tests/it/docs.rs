@@ -125,7 +125,9 @@ fn metrics_page_lists_every_metric() {
     let pool = Arc::new(llm_ring::pool::PoolSnapshot::default());
     let settings = llm_ring::app::settings(&Config::default()).unwrap();
     let scheduler = Arc::new(llm_ring::scheduling::Scheduler::new(settings, pool));
-    let (metrics, registry) = llm_ring::telemetry::metrics::Metrics::new(scheduler, Arc::default());
+    let knowledge = Arc::new(llm_ring::app::knowledge(&Config::default()));
+    let (metrics, registry) =
+        llm_ring::telemetry::metrics::Metrics::new(scheduler, Arc::default(), knowledge);
     drop(metrics);
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();

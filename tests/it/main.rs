@@ -11,7 +11,9 @@ mod engines;
 mod grpc;
 mod harness;
 mod install;
+mod knowledge;
 mod kubernetes;
+mod kv_events;
 #[cfg(feature = "lab")]
 mod lab;
 mod layering;

@@ -543,6 +543,6 @@ impl Said {
 
     fn evidence(&self) -> Evidence<'_> {
         let Self { cached, coming, memory, waiting, running } = self;
-        Evidence { cached, coming, memory, waiting, running, adapters: &[] }
+        Evidence { cached, coming, memory, waiting, running, adapters: &[], ..Evidence::default() }
     }
 }

@@ -87,7 +87,8 @@ fn record(path: &Path, config: &Config, seed: u64, (max_bytes, files): (u64, u32
     let settings = llm_ring::scheduling::Settings { trace_sights: true, ..settings };
     let scheduler = Arc::new(Scheduler::new(settings, Arc::clone(&pools[0])));
     scheduler.set_objectives(HashMap::from([("batch".to_owned(), -1)]));
-    let (metrics, _) = Metrics::new(Arc::clone(&scheduler), Arc::default());
+    let knowledge = Arc::new(app::knowledge(config));
+    let (metrics, _) = Metrics::new(Arc::clone(&scheduler), Arc::default(), knowledge);
     let decides = serde_json::to_value(config).unwrap();
     let settings = records::Settings { path: path.to_owned(), max_bytes, files, config: decides };
     let observer = Observer::new(metrics, None, None, Some(settings));
@@ -135,6 +136,7 @@ fn record(path: &Path, config: &Config, seed: u64, (max_bytes, files): (u64, u32
                     subset: (random.random() < 0.1).then(|| {
                         [1, 2].map(|n| format!("10.0.0.{n}:8000").parse().unwrap()).to_vec()
                     }),
+                    ..InferenceRequest::default()
                 };
                 let waiting: Vec<Option<u64>> = (0..scheduler.pool().endpoints().len())
                     .map(|_| Some(random.bits() % 2))

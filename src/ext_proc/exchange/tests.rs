@@ -29,7 +29,7 @@ fn settings() -> ExchangeSettings {
     ExchangeSettings {
         conversation_headers: vec!["x-conversation-id".to_owned(), "x-session-id".to_owned()],
         max_body_bytes: 200_000,
-        read: ReadOptions { max_decoded_bytes: 1 << 20, use_user_field: false },
+        read: ReadOptions { max_decoded_bytes: 1 << 20, use_user_field: false, block_bytes: 0 },
         errors: ErrorFormat::Json,
         use_subset: true,
     }

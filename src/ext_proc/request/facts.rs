@@ -1,10 +1,14 @@
 //! Tells the facts a route depends on from the rest of a body: one schema, with its places, for all known APIs.
 
 use std::mem;
+use std::sync::Arc;
 
 use super::opening::{Opening, PROMPT_OPENING_BYTES, Role, SCALAR_END, TEXT_END, Unit, bracket};
 use super::{BodyKey, Completeness, Reading};
 use crate::ext_proc::json::{self, Kept, Kind, Visitor};
+use crate::index::block::{self, BlockKey, ByteChain, Identity};
+use crate::index::hash;
+use crate::pool::TextBlocks;
 
 /// Longest model name that is kept: the Gateway API's own limit for one.
 const MODEL_BYTES: usize = 256;
@@ -77,6 +81,9 @@ pub(super) struct Facts {
     limits: [Option<u64>; 4],
     sessions: [Option<String>; 3],
     opening: Opening,
+    chain: Option<Chain>,
+    /// Whether the running member at the top level is the tools.
+    in_tools: bool,
     /// The role of the running message; it may come after the content.
     role: Role,
     /// Whether the running array gave token ids: it is one prompt then.
@@ -85,8 +92,41 @@ pub(super) struct Facts {
     unit: Unit,
 }
 
+/// The text of the prompt as it comes, in blocks.
+struct Chain {
+    size: u32,
+    blocks: ByteChain,
+    bytes: u64,
+    tools: u64,
+}
+
+impl Chain {
+    fn new(size: u32) -> Self {
+        // What the prompt is for may come after it, so it is mixed in at the end.
+        Self { size, blocks: ByteChain::new(BlockKey(0), size), bytes: 0, tools: 0 }
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        self.blocks.push(bytes);
+        self.bytes += bytes.len() as u64;
+    }
+
+    /// Templates put tools first, wherever a body has them: they are part of every block's name instead.
+    fn named(&self, model: Option<&str>, salt: Option<u64>, tools: Option<u64>) -> TextBlocks {
+        let identity = Identity { model: model.unwrap_or_default(), adapter: None, salt: None };
+        let root = [salt, tools]
+            .iter()
+            .fold(identity.root(block::Unit::Bytes, self.size).0, |root, part| {
+                part.map_or(root.rotate_left(1), |part| hash::mix(root, part))
+            });
+        let keys = self.blocks.keys().iter().map(|key| BlockKey(hash::mix(root, key.0)));
+        let bytes = self.bytes + self.tools;
+        TextBlocks { keys: keys.collect(), block: self.size, head: self.tools, bytes }
+    }
+}
+
 impl Facts {
-    pub(super) fn new(use_user_field: bool) -> Self {
+    pub(super) fn new(use_user_field: bool, block_bytes: u32) -> Self {
         Self {
             use_user_field,
             is_object: false,
@@ -98,6 +138,8 @@ impl Facts {
             limits: [None; 4],
             sessions: [const { None }; 3],
             opening: Opening::default(),
+            chain: (block_bytes > 0).then(|| Chain::new(block_bytes)),
+            in_tools: false,
             role: Role::Other,
             in_token_ids: false,
             kept: Kept::default(),
@@ -120,6 +162,16 @@ impl Facts {
                 .or_else(|| session(Session::User).map(BodyKey::User))
                 .or_else(|| session(Session::PreviousResponseId).map(BodyKey::PreviousResponseId)),
             opening: self.opening.hash(self.model.as_deref()),
+            // Equal texts around other images are other prompts.
+            text: self
+                .chain
+                .as_ref()
+                .filter(|_| completeness == Completeness::Whole && self.media == 0)
+                .map(|chain| {
+                    let Opening { cache_salt, tools, .. } = self.opening;
+                    Arc::new(chain.named(self.model.as_deref(), cache_salt, tools))
+                }),
+            salt: self.opening.cache_salt,
         }
     }
 
@@ -141,6 +193,7 @@ impl Facts {
             b"n_predict" => Place::Limit(Limit::Predict),
             _ => Place::Skipped,
         };
+        self.in_tools = matches!(place, Place::Tools);
         if matches!(place, Place::Messages | Place::Input) {
             self.opening.restart_turns();
             self.in_token_ids = false;
@@ -202,6 +255,18 @@ impl Facts {
     fn count_text(&mut self, text: &[u8]) {
         self.text_bytes += text.len() as u64;
         self.unit.add(text);
+        match &mut self.chain {
+            Some(chain) if self.in_tools => chain.tools += text.len() as u64,
+            Some(chain) => chain.push(text),
+            None => {}
+        }
+    }
+
+    /// Ends a text of the prompt: `ab` and `c` are not `a` and `bc`.
+    fn end_text(&mut self, mark: u8) {
+        if let Some(chain) = self.chain.as_mut().filter(|_| !self.in_tools) {
+            chain.push(&[mark]);
+        }
     }
 
     /// A string, object or array at the top level that is a part of the opening ends.
@@ -324,6 +389,7 @@ impl Visitor for Facts {
             }
             Place::Session(session) => self.end_session(session),
             Place::Input => {
+                self.end_text(TEXT_END);
                 self.unit.mark(TEXT_END);
                 self.end_prompt();
             }
@@ -331,12 +397,11 @@ impl Visitor for Facts {
                 self.media += 1;
                 self.unit.mark(TEXT_END);
             }
-            Place::CacheSalt
-            | Place::System(_)
-            | Place::Tools
-            | Place::Content
-            | Place::Verbatim
-            | Place::MediaData => self.unit.mark(TEXT_END),
+            Place::System(_) | Place::Tools | Place::Content | Place::Verbatim => {
+                self.end_text(TEXT_END);
+                self.unit.mark(TEXT_END);
+            }
+            Place::CacheSalt | Place::MediaData => self.unit.mark(TEXT_END),
             Place::Skipped | Place::Root | Place::Limit(_) | Place::Messages | Place::Message => {}
         }
         self.kept.clear();
@@ -355,6 +420,10 @@ impl Visitor for Facts {
                     self.in_token_ids = true;
                     self.token_ids += 1;
                     self.unit.add_token_id(token);
+                    if let Some(chain) = &mut self.chain {
+                        chain.push(token);
+                        chain.push(&[SCALAR_END]);
+                    }
                 }
             }
             Place::Verbatim => {

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use super::*;
 
 const CHAT: &[u8] = b"/v1/chat/completions";
-const OPTIONS: ReadOptions = ReadOptions { max_decoded_bytes: 1 << 24, use_user_field: true };
+const OPTIONS: ReadOptions =
+    ReadOptions { max_decoded_bytes: 1 << 24, use_user_field: true, block_bytes: 0 };
 
 fn reader(headers: (Option<&str>, Option<&str>)) -> RequestReader {
     let [content_type, encoding] = [headers.0, headers.1].map(|value| value.map(str::as_bytes));
@@ -693,4 +694,54 @@ proptest! {
             read_with((None, Some("zstd")), body, 3);
         }
     }
+}
+
+fn blocks(body: &str) -> Arc<TextBlocks> {
+    let options = ReadOptions { block_bytes: 16, ..OPTIONS };
+    let mut reader = RequestReader::new(b"/v1/chat/completions", None, None, &options);
+    for chunk in body.as_bytes().chunks(7) {
+        reader.push(chunk);
+    }
+    reader.reading(End::Whole).text.expect("it was asked for, and the body is whole")
+}
+
+#[test]
+fn a_growing_conversation_keeps_its_blocks_of_text_wherever_its_tools_stand() {
+    let turn = |text: &str| format!(r#"{{"role":"user","content":"{text}"}}"#);
+    let body = |turns: &[&str], rest: &str| {
+        let turns: Vec<String> = turns.iter().map(|text| turn(text)).collect();
+        format!(r#"{{"model":"m","messages":[{}]{rest}}}"#, turns.join(","))
+    };
+    let (long, more) = ("a".repeat(100), "b".repeat(60));
+    let tools = r#","tools":[{"type":"function","function":{"name":"look up"}}]"#;
+    let first = blocks(&body(&[&long], tools));
+    let second = blocks(&body(&[&long, &more], tools));
+    let shared = first.keys.len();
+    assert_eq!(shared, 101 / 16);
+    assert_eq!(first.keys[..], second.keys[..shared]);
+    assert!(second.keys.len() > shared && first.head == second.head && first.head > 0);
+    // The share of what is cached counts the tools, which come before the first block.
+    #[expect(clippy::cast_precision_loss, reason = "small numbers")]
+    let share = (first.head + shared as u64 * 16) as f64 / second.bytes as f64;
+    assert!((second.share(u32::try_from(shared).unwrap()) - share).abs() < 1e-12);
+    assert_eq!(second.within(share + 0.001), shared);
+    for other in [
+        body(&[&long], ""),
+        body(&[&long], &format!(r#"{tools},"cache_salt":"s""#)),
+        body(&[&long], tools).replace(r#""model":"m""#, r#""model":"n""#),
+        body(&[&long], &tools.replace("look up", "look down")),
+    ] {
+        assert!(blocks(&other).keys.iter().all(|key| !first.keys.contains(key)), "{other}");
+    }
+}
+
+#[test]
+fn a_salt_is_the_same_hash_as_the_one_of_an_engine_s_event() {
+    let body = br#"{"prompt":"x","cache_salt":"tenant a"}"#;
+    let mut reader = RequestReader::new(b"/v1/completions", None, None, &OPTIONS);
+    reader.push(&body[..30]);
+    reader.push(&body[30..]);
+    let reading = reader.reading(End::Whole);
+    assert_eq!(reading.salt, Some(crate::pool::request::salt("tenant a")));
+    assert_eq!(reading.text, None, "nobody wants blocks");
 }

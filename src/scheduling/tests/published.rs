@@ -440,7 +440,7 @@ proptest! {
         tokens in 0u64..9000,
     ) {
         let scheduler = scheduler_with(&format!("{policy}: {parameters}"), policy, &[1.0; 6], Admission::default());
-        let evidence = Evidence { cached: &cached, coming: &cached, memory: &memory, waiting: &numbers, running: &numbers, adapters: &[] };
+        let evidence = Evidence { cached: &cached, coming: &cached, memory: &memory, waiting: &numbers, running: &numbers, adapters: &[], ..Evidence::default() };
         let addresses: Vec<_> = subset.iter().map(|&slot| scheduler.pool().endpoints()[slot].address).collect();
         let request = InferenceRequest { subset: Some(addresses), ..request("c", tokens) };
         for seed in 0..4 {
