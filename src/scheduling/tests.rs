@@ -722,3 +722,30 @@ proptest! {
         prop_assert_eq!(rotated.targets, first.targets);
     }
 }
+
+#[test]
+fn evidence_of_another_version_of_the_pool_is_none_and_a_guess_is_no_more_than_memory() {
+    let scheduler = scheduler("kv-aware", 3);
+    let prompt = InferenceRequest {
+        prompt: PromptSize { token_ids: 8000, ..PromptSize::default() },
+        ..InferenceRequest::default()
+    };
+    let some = Guess { held: 0.9, coming: 0.9 };
+    let guessed = [Guess::default(), Guess::default(), some];
+    let about =
+        |version, cached| Evidence { version, cached, guessed: &guessed, ..Evidence::default() };
+    let decide = |evidence, seed| {
+        let moment = Moment { evidence, ..moment(seed) };
+        let (decision, booking) = scheduler.schedule(&prompt, moment, Detail::Full).unwrap();
+        drop(booking);
+        (decision.target(), decision.cached)
+    };
+    // Of the pool in use: by version, or without one.
+    for (version, seed) in [(Some(0), 1), (None, 2), (Some(0), 3)] {
+        assert_eq!(decide(about(version, &[]), seed), (2, 7200));
+    }
+    assert!((0..8).all(|seed| decide(about(Some(7), &[]), seed).1 == 0));
+    // What an engine says goes before every guess about it.
+    let cached = [None, Some(7600), Some(0)];
+    assert_eq!(decide(about(Some(0), &cached), 4), (1, 7600));
+}

@@ -16,7 +16,7 @@ use zeromq::{PubSocket, RouterSocket, Socket as _, SocketRecv as _, SocketSend a
 const TOPIC: &str = "kv@127.0.0.1:8000@tiny";
 
 /// The payloads of the captured messages, in order.
-fn captured() -> Vec<Vec<u8>> {
+pub(crate) fn captured() -> Vec<Vec<u8>> {
     let data = include_str!("../../src/engine/testdata/vllm_kv_events.json");
     let data: serde_json::Value = serde_json::from_str(data).unwrap();
     let messages = data["runs"][0]["messages"].as_array().unwrap();
@@ -66,7 +66,7 @@ impl Held {
 }
 
 /// Addresses that were free a moment ago.
-fn free<const N: usize>() -> [SocketAddr; N] {
+pub(crate) fn free<const N: usize>() -> [SocketAddr; N] {
     let listeners = [(); N].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
     listeners.map(|listener| listener.local_addr().unwrap())
 }
@@ -81,7 +81,7 @@ fn message(parts: &[&[u8]]) -> ZmqMessage {
 
 /// How a replay's answers are framed.
 #[derive(Debug, Clone, Copy)]
-enum Framing {
+pub(crate) enum Framing {
     /// vLLM up to 0.25, `SGLang`.
     Short,
     /// vLLM since 0.26.
@@ -91,14 +91,14 @@ enum Framing {
 type Log = Arc<Mutex<Vec<(u64, Vec<u8>)>>>;
 
 /// A model server's side.
-struct Engine {
+pub(crate) struct Engine {
     publisher: PubSocket,
     log: Log,
     replays: tokio::task::JoinHandle<()>,
 }
 
 impl Engine {
-    async fn start(live: SocketAddr, replay: SocketAddr, framing: Framing) -> Self {
+    pub(crate) async fn start(live: SocketAddr, replay: SocketAddr, framing: Framing) -> Self {
         let mut publisher = PubSocket::new();
         publisher.bind(&format!("tcp://{live}")).await.unwrap();
         let log = Log::default();
@@ -129,7 +129,7 @@ impl Engine {
     }
 
     /// Says a message, or loses it.
-    async fn say(&mut self, payload: &[u8], heard: bool) {
+    pub(crate) async fn say(&mut self, payload: &[u8], heard: bool) {
         let seq = {
             let mut log = self.log.lock().unwrap();
             let seq = log.len() as u64;

@@ -37,6 +37,7 @@ pub(crate) struct Upstream {
     pub(crate) name: String,
     pub(crate) address: SocketAddr,
     seen: Arc<Mutex<Vec<Seen>>>,
+    metrics: Arc<Mutex<Option<String>>>,
     _listening: AbortOnDrop,
 }
 
@@ -84,7 +85,8 @@ impl Upstream {
     pub(crate) fn on(name: &str, listener: TcpListener, gate: &Gate) -> Self {
         let address = listener.local_addr().unwrap();
         let seen = Arc::<Mutex<Vec<Seen>>>::default();
-        let state = (name.to_owned(), Arc::clone(&seen), gate.clone());
+        let metrics = Arc::<Mutex<Option<String>>>::default();
+        let state = (name.to_owned(), Arc::clone(&seen), gate.clone(), Arc::clone(&metrics));
         let task = tokio::spawn(async move {
             let mut connections = JoinSet::new();
             loop {
@@ -94,8 +96,17 @@ impl Upstream {
                 let state = state.clone();
                 connections.spawn(async move {
                     let service = service_fn(move |request| {
-                        let (name, seen, gate) = state.clone();
-                        async move { Ok::<_, Infallible>(answer(&name, &seen, gate, request).await) }
+                        let (name, seen, gate, metrics) = state.clone();
+                        async move {
+                            if request.uri().path() == "/metrics" {
+                                let page = metrics.lock().unwrap().clone();
+                                return Ok(page.map_or_else(
+                                    || text(404, "no metrics".to_owned()),
+                                    |page| text(200, page),
+                                ));
+                            }
+                            Ok::<_, Infallible>(answer(&name, &seen, gate, request).await)
+                        }
                     });
                     let mut builder = auto::Builder::new(TokioExecutor::new());
                     // Envoy opens as many as it likes before it has heard of a limit.
@@ -105,7 +116,12 @@ impl Upstream {
             }
         });
         let name = name.to_owned();
-        Self { name, address, seen, _listening: AbortOnDrop(task.abort_handle()) }
+        Self { name, address, seen, metrics, _listening: AbortOnDrop(task.abort_handle()) }
+    }
+
+    /// Says this at `/metrics` from now on; at first there are none.
+    pub(crate) fn set_metrics(&self, page: Option<&str>) {
+        *self.metrics.lock().unwrap() = page.map(str::to_owned);
     }
 
     /// Returns the requests with this id.
