@@ -4,6 +4,7 @@
 mod engines;
 mod reload;
 mod source;
+mod tokens;
 
 use std::net::SocketAddr;
 use std::num::{NonZeroU64, NonZeroUsize};
@@ -61,6 +62,7 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
         Metrics::new(Arc::clone(&scheduler), Arc::clone(&status), Arc::clone(&knowledge));
     let reload = reload::Reload::new(&config, origin, Arc::clone(&scheduler))?;
     let tracing = tracing(&config)?;
+    let tokens = tokens::resolver(&config).await?;
     let log = config.log.decisions.then_some(config.log.format);
     let records = records(&config);
     let observer = Arc::new(Observer::new(Arc::clone(&metrics), tracing.clone(), log, records));
@@ -114,6 +116,7 @@ pub async fn serve(config: Config, origin: Option<Origin>) -> anyhow::Result<()>
         hold: hold(&config),
         knowledge: knowledge.settings().any().then_some(knowledge),
         epoch,
+        tokens,
     });
     let grpc = Server::builder()
         .initial_stream_window_size(config.server.stream_window_bytes.get())
@@ -307,6 +310,7 @@ pub fn hold(config: &Config) -> Option<HoldSettings> {
 /// Makes the settings of request reading of a configuration.
 #[must_use]
 pub fn exchange(config: &Config) -> ExchangeSettings {
+    let keep_bodies = config.tokenizers.are_used();
     ExchangeSettings {
         conversation_headers: config.requests.conversation_headers.clone(),
         max_body_bytes: config.requests.max_body_bytes,
@@ -314,9 +318,11 @@ pub fn exchange(config: &Config) -> ExchangeSettings {
             max_decoded_bytes: config.requests.max_decoded_bytes,
             use_user_field: config.requests.use_user_field,
             block_bytes: if config.prefix.text { config.prefix.block_bytes.get() } else { 0 },
+            keep_decoded: keep_bodies,
         },
         errors: config.answers.errors,
         use_subset: config.requests.use_subset,
+        keep_bodies,
     }
 }
 

@@ -21,4 +21,5 @@ pub mod pool;
 pub mod scheduling;
 pub mod telemetry;
 pub mod tls;
+pub mod tokens;
 pub mod yaml;

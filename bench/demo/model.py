@@ -1,6 +1,9 @@
 """Makes the tiny model: a llama with random weights, 5 MB, from nothing but the packages.
 
-    model.py OUT.gguf [--seed N]          needs numpy, gguf, tokenizers
+    model.py OUT.gguf [--seed N] [--tokenizer DIR] [--template FILE]          needs numpy, gguf, tokenizers
+
+With --tokenizer the same tokenizer and template are written as model repositories have them, for whoever reads
+prompts as the engine does; --template is a chat template other than the plain one.
 
 Its answers are nonsense, but its prefill and its cache are real, and that is all a picker is about:
 a prompt costs time in proportion to what is not cached. Same seed, same weights.
@@ -8,6 +11,7 @@ a prompt costs time in proportion to what is not cached. Same seed, same weights
 
 import argparse
 import json
+import pathlib
 import pydoc_data.topics
 
 import gguf
@@ -40,8 +44,23 @@ def tokenizer():
     return made
 
 
-def write(path, seed):
-    made = tokenizer()
+def write_tokenizer(folder, made, template):
+    """The tokenizer as a folder of `tokenizer.json` and `tokenizer_config.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(made.to_str(pretty=False) + "\n")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONTEXT,
+        "bos_token": SPECIAL[0],
+        "eos_token": SPECIAL[2],
+        "pad_token": SPECIAL[0],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def write(path, seed, made, template):
     count = made.get_vocab_size()
     tokens = [made.id_to_token(i) for i in range(count)]
     merges = json.loads(made.to_str())["model"]["merges"]
@@ -70,7 +89,7 @@ def write(path, seed):
     out.add_eot_token_id(2)
     out.add_pad_token_id(0)
     out.add_add_bos_token(False)
-    out.add_chat_template(TEMPLATE)
+    out.add_chat_template(template)
 
     random = np.random.default_rng(seed)
 
@@ -111,5 +130,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="make a tiny llama with random weights")
     parser.add_argument("out")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--tokenizer", type=pathlib.Path, metavar="DIR")
+    parser.add_argument("--template", type=pathlib.Path, metavar="FILE")
     arguments = parser.parse_args()
-    write(arguments.out, arguments.seed)
+    made = tokenizer()
+    template = arguments.template.read_text() if arguments.template else TEMPLATE
+    if arguments.tokenizer:
+        write_tokenizer(arguments.tokenizer, made, template)
+    write(arguments.out, arguments.seed, made, template)

@@ -5,10 +5,12 @@
     ENVOY=/home/me/.cache/llm-ring/venv-…/lib/python3.12/site-packages/envoy/_bin/envoy
     LLAMA_PYTHON=/home/me/.cache/llm-ring/venv-…/bin/python
     MODEL=/home/me/.cache/llm-ring/tiny-….gguf
+    TOKENIZER=/home/me/.cache/llm-ring/tiny-….tokenizer
 
 ENVOY, LLAMA_SERVER and MODEL in the environment are used as they are, and so are `envoy` and
 `llama-server` on the PATH. What is still missing is installed, pinned, into a Python venv under
-${XDG_CACHE_HOME:-~/.cache}/llm-ring: once, for all checkouts. Where a llama-server was found, the
+${XDG_CACHE_HOME:-~/.cache}/llm-ring: once, for all checkouts. TOKENIZER, the folder of the model's tokenizer, is
+named beside a MODEL of your own only if you name it too. Where a llama-server was found, the
 second line is LLAMA_SERVER=…; either way `engine.py` starts the engine.
 
 What only tests need takes minutes to build, and is found likewise where it is asked for:
@@ -97,6 +99,7 @@ def find():
     if model and not os.path.exists(model):
         raise Failure(f"MODEL={model} is not a file")
     made = folder / ("tiny-" + digest((HERE / "model.py").read_text(), *PINS["model"]) + ".gguf")
+    tokenizer = os.environ.get("TOKENIZER") or (None if model else made.with_suffix(".tokenizer"))
 
     def missing():
         absent = {"envoy": not envoy, "llama": not llama, "model": not model and not made.exists()}
@@ -115,7 +118,8 @@ def find():
                 if not model and not made.exists():
                     say("  making a tiny model with random weights")
                     part = made.with_suffix(".part")
-                    run_quietly([venv.python, HERE / "model.py", part], "make the model")
+                    beside = ["--tokenizer", made.with_suffix(".tokenizer")]
+                    run_quietly([venv.python, HERE / "model.py", part, *beside], "make the model")
                     part.replace(made)
                 say(f"  ready in {time.monotonic() - began:.0f} s")
     found = {"ENVOY": str(envoy or venv.envoy())}
@@ -124,6 +128,8 @@ def find():
     else:
         found["LLAMA_PYTHON"] = str(venv.python)
     found["MODEL"] = str(model or made)
+    if tokenizer:
+        found["TOKENIZER"] = str(tokenizer)
     return found
 
 

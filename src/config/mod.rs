@@ -2,6 +2,7 @@
 
 mod source;
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use crate::ext_proc::reply::ErrorFormat;
 use crate::pool::{self, Release};
 use crate::scheduling::{ALIASES, POLICIES, Policies, named};
 use crate::telemetry::init::LogFormat;
+use crate::tokens::{EngineApi, ModelOptions};
 use crate::yaml;
 
 pub use source::{ConfigError, File, Loaded, Origin, Overrides, load};
@@ -54,6 +56,8 @@ pub struct Config {
     pub hold: Hold,
     /// How requests are read.
     pub requests: Requests,
+    /// What tells the tokens of prompts.
+    pub tokenizers: Tokenizers,
     /// What goes back.
     pub answers: Answers,
     /// The log.
@@ -452,6 +456,44 @@ pub struct Requests {
     pub use_subset: bool,
 }
 
+/// What tells the tokens of prompts, before their decision: tokenizers of this process, then an engine. Off as it is;
+/// what they cannot tell is estimated.
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tokenizers {
+    /// By the model's name in requests, or `*` for all others: its `folder` with `tokenizer.json`, its `dialect`
+    /// (`vllm` or `llama-cpp`), and if need be a `chat_template` file and a `content_format` (`text` or `parts`).
+    pub models: BTreeMap<String, ModelOptions>,
+    /// Whether an engine of the pool is asked what no tokenizer here tells: `off`, `vllm-tokenize`, `vllm-render` or
+    /// `llama-cpp`.
+    pub engine: EngineTokens,
+    /// Longest wait for a tokenizer of this process, in milliseconds, within `requests.decision_deadline_ms`.
+    pub local_timeout_ms: Ranged<1, 60_000>,
+    /// Longest wait for an engine, in milliseconds, within the same.
+    pub engine_timeout_ms: Ranged<1, 60_000>,
+    /// Bytes that are held of what was tokenized lately, so that of a growing conversation only what is new is work.
+    pub memo_bytes: Ranged<0, 0x10_0000_0000>,
+    /// Longest text of a prompt that is tokenized here, in bytes.
+    pub max_text_bytes: Ranged<1, 0x1000_0000>,
+    /// Prompts tokenized here at a time, each on a thread of its own.
+    pub parallel: Ranged<1, 256>,
+}
+
+/// Which endpoint of an engine tells tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EngineTokens {
+    /// None is asked.
+    #[default]
+    Off,
+    /// vLLM's `/tokenize`.
+    VllmTokenize,
+    /// vLLM's `/render`.
+    VllmRender,
+    /// llama.cpp's `/apply-template` and `/tokenize`.
+    LlamaCpp,
+}
+
 /// What goes back.
 #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
@@ -681,6 +723,41 @@ impl Default for Requests {
             body_idle_timeout_ms: 60_000,
             body_memory_bytes: 512 << 20,
             use_subset: true,
+        }
+    }
+}
+
+impl Default for Tokenizers {
+    fn default() -> Self {
+        Self {
+            models: BTreeMap::new(),
+            engine: EngineTokens::Off,
+            local_timeout_ms: Ranged(1000),
+            engine_timeout_ms: Ranged(1000),
+            memo_bytes: Ranged(64 << 20),
+            max_text_bytes: Ranged(4 << 20),
+            parallel: Ranged(2),
+        }
+    }
+}
+
+impl Tokenizers {
+    /// Whether anything is to tell tokens.
+    #[must_use]
+    pub fn are_used(&self) -> bool {
+        !self.models.is_empty() || self.engine != EngineTokens::Off
+    }
+}
+
+impl EngineTokens {
+    /// Returns the endpoints that are asked, if any.
+    #[must_use]
+    pub const fn api(self) -> Option<EngineApi> {
+        match self {
+            Self::Off => None,
+            Self::VllmTokenize => Some(EngineApi::VllmTokenize),
+            Self::VllmRender => Some(EngineApi::VllmRender),
+            Self::LlamaCpp => Some(EngineApi::LlamaCpp),
         }
     }
 }

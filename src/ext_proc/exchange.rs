@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, Metadata};
 use envoy_types::pb::envoy::service::ext_proc::v3 as pb;
 use envoy_types::pb::google::protobuf::{Struct, Value, value::Kind};
@@ -36,6 +37,8 @@ pub struct ExchangeSettings {
     pub errors: ErrorFormat,
     /// Whether a subset that the gateway allows is kept to.
     pub use_subset: bool,
+    /// Whether whole bodies go with their requests, to tell their tokens.
+    pub keep_bodies: bool,
 }
 
 /// What the exchange asks its caller to do.
@@ -62,6 +65,17 @@ pub struct ToSchedule {
     pub request: InferenceRequest,
     /// How far its body was read.
     pub body: &'static str,
+    /// What its tokens are told from: with [`ExchangeSettings::keep_bodies`], and where the body was read whole.
+    pub prompt: Option<Prompt>,
+}
+
+/// A request's body, whole.
+#[derive(Debug)]
+pub struct Prompt {
+    /// The path of the request.
+    pub path: String,
+    /// The body, decoded.
+    pub body: Bytes,
 }
 
 /// How the stream is to end.
@@ -140,6 +154,8 @@ struct Head {
     header_key: Option<Conversation>,
     content_length: Option<u64>,
     remove: Vec<String>,
+    /// The path, where bodies are kept.
+    path: Option<String>,
 }
 
 /// A request's answer in waiting: what goes out after the pick.
@@ -147,6 +163,10 @@ struct Head {
 struct Held {
     carrier: Carrier,
     chunks: Vec<Vec<u8>>,
+    /// The chunks in one, while somebody else reads them too.
+    shared: Option<Bytes>,
+    /// Bytes held here and there.
+    bytes: u64,
     end: BodyEnd,
     remove: Vec<String>,
 }
@@ -219,12 +239,9 @@ impl Exchange {
     #[must_use]
     pub fn held_bytes(&self) -> u64 {
         match &self.phase {
-            Phase::Gathering(_) => self.received,
-            Phase::Start
-            | Phase::Deciding(_)
-            | Phase::Passing
-            | Phase::Answered
-            | Phase::Rejected => self.queued,
+            Phase::Gathering(gathering) => self.received + gathering.reader.kept_bytes(),
+            Phase::Deciding(held) => held.bytes,
+            Phase::Start | Phase::Passing | Phase::Answered | Phase::Rejected => self.queued,
         }
     }
 
@@ -339,9 +356,11 @@ impl Exchange {
 
     /// Answers [`Effect::Schedule`] with a pick.
     pub fn scheduled(&mut self, routing: Routing) {
-        let Phase::Deciding(held) = std::mem::replace(&mut self.phase, Phase::Answered) else {
+        let Phase::Deciding(mut held) = std::mem::replace(&mut self.phase, Phase::Answered) else {
             return;
         };
+        // Nobody else has it any more, so this is no copy.
+        held.chunks.extend(held.shared.take().filter(|body| !body.is_empty()).map(Vec::from));
         match held.carrier {
             Carrier::Headers => self.send(reply::pick(&routing, held.remove)),
             Carrier::Body => self.send(reply::pick_on_body(&routing, held.remove)),
@@ -439,6 +458,7 @@ impl Exchange {
             // Nothing is generated.
             head.request.max_tokens = Some(0);
         }
+        head.path = self.settings.keep_bodies.then(|| text(path));
         let gathering = Gathering { head, reader, chunks: Vec::new() };
         self.phase = Phase::Gathering(Box::new(gathering));
         match self.modes.request {
@@ -462,8 +482,14 @@ impl Exchange {
         match &mut self.phase {
             Phase::Gathering(gathering) => {
                 gathering.reader.push(&body.body);
-                if self.modes.request == Mode::Duplex {
-                    hold(&mut gathering.chunks, body.body);
+                match (self.modes.request, gathering.chunks.last_mut()) {
+                    // What is read again is held in one piece; it is cut as it goes out.
+                    (_, Some(one)) if self.settings.keep_bodies => {
+                        one.extend_from_slice(&body.body);
+                    }
+                    (_, None) if self.settings.keep_bodies => gathering.chunks.push(body.body),
+                    (Mode::Duplex, _) => hold(&mut gathering.chunks, body.body),
+                    (Mode::None | Mode::Streamed | Mode::Buffered, _) => {}
                 }
                 if body.end_of_stream || self.modes.request == Mode::Buffered {
                     self.decide(BodyEnd::Chunk);
@@ -579,8 +605,8 @@ impl Exchange {
         let Phase::Gathering(gathering) = std::mem::replace(&mut self.phase, Phase::Start) else {
             return;
         };
-        let Gathering { head, mut reader, chunks } = *gathering;
-        let Head { mut request, header_key, content_length, remove } = head;
+        let Gathering { head, mut reader, mut chunks } = *gathering;
+        let Head { mut request, header_key, content_length, remove, path } = head;
         let whole = matches!(end, BodyEnd::Chunk | BodyEnd::Trailers);
         let reading = reader.reading(if whole { End::Whole } else { End::Partial });
         let body = match (&reading.completeness, end) {
@@ -606,8 +632,19 @@ impl Exchange {
             (Mode::Buffered, BodyEnd::Trailers) => (Carrier::Trailers, BodyEnd::Absent),
             _ => (Carrier::Headers, end),
         };
-        self.phase = Phase::Deciding(Held { carrier, chunks, end, remove });
-        self.effects.push_back(Effect::Schedule(Box::new(ToSchedule { request, body })));
+        let bytes = self.received + reader.kept_bytes();
+        let is_told = body == "whole" && self.received > 0 && reader.reads();
+        let path = path.filter(|_| is_told);
+        let mut shared = None;
+        let prompt = path.map(|path| {
+            let body = reader.take_decoded().map_or_else(
+                || shared.insert(Bytes::from(chunks.pop().unwrap_or_default())).clone(),
+                Bytes::from,
+            );
+            Prompt { path, body }
+        });
+        self.phase = Phase::Deciding(Held { carrier, chunks, shared, bytes, end, remove });
+        self.effects.push_back(Effect::Schedule(Box::new(ToSchedule { request, body, prompt })));
     }
 
     fn reject(&mut self, rejection: Rejection) {

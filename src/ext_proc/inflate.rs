@@ -97,6 +97,21 @@ impl<S: Sink> Inflate<S> {
         &self.bounded().sink
     }
 
+    pub(crate) fn sink_mut(&mut self) -> &mut S {
+        let bounded = match &mut self.decoder {
+            Decoder::Identity(sink) => sink,
+            Decoder::Gzip(gzip) => gzip.get_mut(),
+            Decoder::Deflate(deflate) => deflate.get_mut(),
+            Decoder::Zstd(zstd) => zstd.get_mut(),
+        };
+        &mut bounded.sink
+    }
+
+    /// Whether the body is what it decodes to.
+    pub(crate) fn is_identity(&self) -> bool {
+        matches!(self.decoder, Decoder::Identity(_))
+    }
+
     fn bounded(&self) -> &Bounded<S> {
         match &self.decoder {
             Decoder::Identity(sink) => sink,

@@ -7,4 +7,5 @@ pub mod reply;
 pub mod request;
 pub mod response;
 pub mod server;
+mod tokenizing;
 mod waiting;

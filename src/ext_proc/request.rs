@@ -20,6 +20,8 @@ pub struct ReadOptions {
     pub(crate) use_user_field: bool,
     /// Bytes of the blocks that the prompt's text is hashed in; 0 is not at all.
     pub(crate) block_bytes: u32,
+    /// Whether what a compressed body decodes to is kept, to tell its tokens.
+    pub(crate) keep_decoded: bool,
 }
 
 /// Whether the body has more to come.
@@ -64,6 +66,7 @@ impl Reading {
             text_bytes: self.text_bytes,
             messages: self.messages,
             token_ids: self.token_ids,
+            exact: None,
             media: self.media,
             unread: false,
         }
@@ -155,9 +158,14 @@ impl RequestReader {
             let document = Document {
                 tokenizer: Tokenizer::new(Place::Root),
                 facts: Facts::new(options.use_user_field, options.block_bytes),
+                kept: None,
             };
             let limit = options.max_decoded_bytes;
-            Body::Read(Box::new(Inflate::new(content_encoding, limit, document)))
+            let mut inflate = Inflate::new(content_encoding, limit, document);
+            if options.keep_decoded && !inflate.is_identity() {
+                inflate.sink_mut().kept = Some(Vec::new());
+            }
+            Body::Read(Box::new(inflate))
         };
         Self { raw_bytes: 0, body }
     }
@@ -170,6 +178,27 @@ impl RequestReader {
         }
     }
 
+    /// Whether the body is one that is read at all.
+    pub(crate) fn reads(&self) -> bool {
+        matches!(self.body, Body::Read(_))
+    }
+
+    /// Returns how many bytes are kept of what the body decodes to.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        match &self.body {
+            Body::Unread(_) => 0,
+            Body::Read(inflate) => inflate.sink().kept.as_ref().map_or(0, |kept| kept.len() as u64),
+        }
+    }
+
+    /// Takes what the body decodes to; `None` where that is the body itself, or nothing was kept.
+    pub(crate) fn take_decoded(&mut self) -> Option<Vec<u8>> {
+        match &mut self.body {
+            Body::Unread(_) => None,
+            Body::Read(inflate) => inflate.sink_mut().kept.take(),
+        }
+    }
+
     /// Returns what is known so far; after [`End::Whole`], nothing more may be pushed.
     pub(crate) fn reading(&mut self, end: End) -> Reading {
         let inflate = match &mut self.body {
@@ -179,7 +208,7 @@ impl RequestReader {
         if end == End::Whole {
             inflate.finish();
         }
-        let Document { tokenizer, facts } = inflate.sink();
+        let Document { tokenizer, facts, kept: _ } = inflate.sink();
         let whole = match end {
             End::Whole => Completeness::Whole,
             End::Partial => Completeness::Partial,
@@ -246,11 +275,16 @@ fn may_be_json(content_type: Option<&[u8]>) -> bool {
 struct Document {
     tokenizer: Tokenizer<Place>,
     facts: Facts,
+    /// What a compressed body decodes to, where it is kept.
+    kept: Option<Vec<u8>>,
 }
 
 impl Sink for Document {
     fn take(&mut self, piece: &[u8]) {
         self.tokenizer.push(piece, &mut self.facts);
+        if let Some(kept) = &mut self.kept {
+            kept.extend_from_slice(piece);
+        }
     }
 }
 

@@ -10,6 +10,7 @@
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher as _;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,6 +25,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::exchange::{Close, Effect, Exchange, ExchangeSettings, ToSchedule};
 use super::reply::Routing;
+use super::tokenizing::{Asking as AskingTokens, Tokenizing};
 use super::waiting::{Called, Seat, WaitingRoom};
 use crate::engine::knowledge::{Facts, Knowledge, Promise, Prompt};
 use crate::index::hash;
@@ -31,6 +33,7 @@ use crate::pool::{InferenceRequest, Outcome};
 use crate::scheduling::{Booking, Decided, Decision, Detail, HoldSettings, Moment, Scheduler};
 use crate::telemetry::metrics::Why;
 use crate::telemetry::observer::{Asking, Observation, Observer};
+use crate::tokens::Resolver;
 
 /// What bounds a stream.
 #[derive(Debug, Clone, Copy)]
@@ -60,6 +63,7 @@ struct Shared {
     seeds: Seeds,
     waiting_room: Option<WaitingRoom>,
     knowledge: Option<Arc<Knowledge>>,
+    tokenizing: Option<Tokenizing>,
     /// When the picker began: the core counts time from there.
     epoch: Instant,
 }
@@ -85,6 +89,8 @@ pub struct Parts {
     pub knowledge: Option<Arc<Knowledge>>,
     /// When the picker began: time counts from there.
     pub epoch: Instant,
+    /// What tells the tokens of prompts, if anything does.
+    pub tokens: Option<Arc<Resolver>>,
 }
 
 /// Why an exchange must decide on what it has.
@@ -108,7 +114,7 @@ impl Picker {
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         let Parts { scheduler, observer, exchange, limits, explain_headers, detail, .. } = parts;
-        let Parts { hold, knowledge, epoch, .. } = parts;
+        let Parts { hold, knowledge, epoch, tokens, .. } = parts;
         let seeds = Seeds { start: RandomState::new().hash_one(0), drawn: AtomicU64::new(0) };
         let exchange = Arc::new(exchange);
         let waiting_room = hold
@@ -124,6 +130,7 @@ impl Picker {
             waiting_room,
             knowledge,
             epoch,
+            tokenizing: tokens.map(Tokenizing::new),
         }))
     }
 
@@ -175,6 +182,7 @@ pub struct Pump {
     heard: Instant,
     timer: Option<Pin<Box<Sleep>>>,
     held: u64,
+    asking: Option<Box<AskingTokens>>,
     waiting: Option<Waiting>,
     state: State,
 }
@@ -196,6 +204,7 @@ struct Asked {
 }
 
 /// When a request was decided, on what, and how long that took.
+#[derive(Clone, Copy)]
 struct Turn<'a> {
     moment: Moment<'a>,
     begun: Instant,
@@ -232,6 +241,7 @@ impl Pump {
             heard: now,
             timer: None,
             held: 0,
+            asking: None,
             waiting: None,
             state: State::Open,
         }
@@ -241,7 +251,7 @@ impl Pump {
     fn perform(&mut self, effect: Effect) -> Option<Result<pb::ProcessingResponse, Status>> {
         match effect {
             Effect::Send(message) => return Some(Ok(*message)),
-            Effect::Schedule(to_schedule) => self.schedule(*to_schedule),
+            Effect::Schedule(to_schedule) => self.ask_for_tokens(to_schedule),
             Effect::Rejected(rejection) => {
                 // After its pick the request is under observation already.
                 let mut observation = self.observation.take().unwrap_or_else(|| self.observe());
@@ -288,8 +298,38 @@ impl Pump {
         self.shared.observer.start(self.started, parents)
     }
 
+    /// Asks for the tokens of a request before it is decided, if there is somebody to ask.
+    fn ask_for_tokens(&mut self, mut to_schedule: Box<ToSchedule>) {
+        let (Some(tokenizing), Some(prompt)) = (&self.shared.tokenizing, to_schedule.prompt.take())
+        else {
+            return self.schedule(*to_schedule);
+        };
+        let engine = tokenizing
+            .asks_engines()
+            .then(|| self.shared.engine_for(&to_schedule.request))
+            .flatten();
+        let times = (Instant::now(), self.started + self.shared.limits.decision_deadline);
+        self.asking = Some(Box::new(tokenizing.ask(to_schedule, prompt, engine, times)));
+    }
+
+    /// Waits for the tokens of the request, then decides it.
+    fn poll_tokens(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(asking) = &mut self.asking else { return Poll::Ready(()) };
+        let told = std::task::ready!(asking.poll(cx));
+        self.asking = None;
+        let Some((mut to_schedule, outcome, begun)) = told else { return Poll::Ready(()) };
+        let shared = Arc::clone(&self.shared);
+        if let Some(tokenizing) = &shared.tokenizing {
+            let times = (begun.elapsed(), shared.epoch.elapsed());
+            let metrics = &shared.observer.metrics;
+            tokenizing.told(&mut to_schedule.request, outcome, metrics, times);
+        }
+        self.schedule(*to_schedule);
+        Poll::Ready(())
+    }
+
     fn schedule(&mut self, to_schedule: ToSchedule) {
-        let ToSchedule { request, body } = to_schedule;
+        let ToSchedule { request, body, prompt: _ } = to_schedule;
         let shared = Arc::clone(&self.shared);
         let observation = self.observe();
         if !matches!(body, "whole" | "none" | "partial") {
@@ -438,6 +478,10 @@ impl Stream for Pump {
                     return Poll::Ready(Some(message));
                 }
             }
+            if pump.asking.is_some() {
+                std::task::ready!(pump.poll_tokens(cx));
+                continue;
+            }
             if let Some(Waiting { seat, .. }) = &mut pump.waiting {
                 let shared = &pump.shared;
                 let Poll::Ready(called) = seat.poll(cx, || shared.tick_waiting()) else {
@@ -504,6 +548,22 @@ impl Drop for Pump {
 }
 
 impl Shared {
+    /// Draws an engine that may be asked for the tokens of a request.
+    fn engine_for(&self, request: &InferenceRequest) -> Option<http::Uri> {
+        let pool = self.scheduler.pool();
+        let allowed = |address: &SocketAddr| {
+            request.subset.as_ref().is_none_or(|subset| {
+                let any_port = SocketAddr::new(address.ip(), 0);
+                subset.contains(address) || subset.contains(&any_port)
+            })
+        };
+        let addresses = pool.endpoints().iter().map(|endpoint| endpoint.address);
+        let allowed: Vec<SocketAddr> = addresses.filter(allowed).collect();
+        let count = u64::try_from(allowed.len()).ok().filter(|count| *count > 0)?;
+        let address = allowed.get(usize::try_from(self.seeds.draw() % count).ok()?)?;
+        format!("http://{address}").parse().ok()
+    }
+
     /// Lets those go who wait and may: something has ended.
     fn call_waiting(&self) {
         if let Some(room) = &self.waiting_room {

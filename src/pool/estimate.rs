@@ -1,4 +1,4 @@
-//! How many tokens a prompt has, before any tokenizer: bytes times a ratio that each model's own answers correct.
+//! How many tokens a prompt has where no tokenizer tells: bytes times a ratio that each model's own answers correct.
 
 use std::num::NonZeroUsize;
 
@@ -37,10 +37,9 @@ struct Ratio {
 pub struct Estimate {
     /// Tokens of the prompt, at least 1.
     pub tokens: u64,
-    /// The ratio that was used, tokens a byte.
-    pub tokens_per_byte: f64,
-    /// How many answers of this model have corrected it, at most 10.
-    pub answers: u32,
+    /// The ratio that was used, tokens a byte, and how many answers of this model have corrected it, at most 10;
+    /// `None` of a number that is exact.
+    pub ratio: Option<(f64, u32)>,
 }
 
 impl Default for TokenEstimator {
@@ -50,7 +49,7 @@ impl Default for TokenEstimator {
 }
 
 impl TokenEstimator {
-    /// Estimates the tokens of a prompt for `model`.
+    /// Estimates the tokens of a prompt for `model`; what a tokenizer counted is taken as it is.
     ///
     /// A conversation's last prompt, which the engine has counted, is the better part of its next one: then only
     /// what was added is estimated.
@@ -60,6 +59,9 @@ impl TokenEstimator {
         prompt: &PromptSize,
         counted: Option<(PromptSize, u64)>,
     ) -> Estimate {
+        if let Some(exact) = prompt.exact {
+            return Estimate { tokens: exact.clamp(1, MOST_TOKENS), ratio: None };
+        }
         let ratio = self
             .models
             .get(&key(model))
@@ -77,10 +79,11 @@ impl TokenEstimator {
         let text = (added.text_bytes as f64 * ratio.tokens_per_byte).round() as u64;
         let tokens =
             before.saturating_add(text).saturating_add(beside_text(&added)).clamp(1, MOST_TOKENS);
-        Estimate { tokens, tokens_per_byte: ratio.tokens_per_byte, answers: ratio.answers }
+        Estimate { tokens, ratio: Some((ratio.tokens_per_byte, ratio.answers)) }
     }
 
-    /// Learns from the number of tokens that the engine counted in the same prompt.
+    /// Learns from the number of tokens that the engine counted in the same prompt, exact or not: the next one may be
+    /// of a kind that no tokenizer here can tell.
     pub fn learn(&mut self, model: Option<&str>, prompt: &PromptSize, counted: u64) {
         // Media differ too much in size to learn from, and short texts are mostly template.
         if prompt.unread || prompt.media > 0 || prompt.text_bytes < 64 {
@@ -105,6 +108,7 @@ fn grown(prompt: &PromptSize, last: &PromptSize) -> Option<PromptSize> {
         token_ids: prompt.token_ids.checked_sub(last.token_ids)?,
         media: prompt.media.checked_sub(last.media)?,
         unread: prompt.unread,
+        exact: None,
     })
 }
 
@@ -123,8 +127,14 @@ fn key(model: Option<&str>) -> u64 {
 mod tests {
     use super::*;
 
-    const PROMPT: PromptSize =
-        PromptSize { text_bytes: 4000, messages: 5, token_ids: 0, media: 0, unread: false };
+    const PROMPT: PromptSize = PromptSize {
+        text_bytes: 4000,
+        messages: 5,
+        token_ids: 0,
+        exact: None,
+        media: 0,
+        unread: false,
+    };
 
     #[test]
     fn starts_at_four_bytes_a_token_and_follows_the_engine() {
@@ -157,6 +167,22 @@ mod tests {
         assert_eq!(estimator.estimate(None, &next, Some((PROMPT, 1500))).tokens, 1500 + 100 + 8);
         let edited = PromptSize { text_bytes: 3000, ..PROMPT };
         assert_eq!(estimator.estimate(None, &edited, Some((PROMPT, 1500))).tokens, 770);
+    }
+
+    #[test]
+    fn an_exact_count_is_taken_as_it_is_and_its_answer_teaches_the_text_beside_it() {
+        let mut estimator = TokenEstimator::default();
+        let exact = PromptSize { exact: Some(1234), ..PROMPT };
+        let estimate = estimator.estimate(Some("m"), &exact, Some((PROMPT, 1100)));
+        assert_eq!(estimate, Estimate { tokens: 1234, ratio: None });
+        estimator.learn(Some("m"), &exact, 2020);
+        let next = estimator.estimate(Some("m"), &PROMPT, None);
+        assert_eq!((next.tokens, next.ratio), (2020, Some((0.5, 1))));
+        // A turn that no tokenizer tells grows from one that it did.
+        let grown = PromptSize { text_bytes: 4400, ..PROMPT };
+        assert_eq!(estimator.estimate(Some("m"), &grown, Some((exact, 1234))).tokens, 1234 + 200);
+        let most = PromptSize { exact: Some(u64::MAX), ..PROMPT };
+        assert_eq!(estimator.estimate(None, &most, None).tokens, MOST_TOKENS);
     }
 
     #[test]

@@ -161,8 +161,17 @@ mod tests {
         }
     }
 
-    const SIZE: (PromptSize, u64) =
-        (PromptSize { text_bytes: 360, messages: 0, token_ids: 0, media: 0, unread: false }, 90);
+    const SIZE: (PromptSize, u64) = (
+        PromptSize {
+            text_bytes: 360,
+            messages: 0,
+            token_ids: 0,
+            exact: None,
+            media: 0,
+            unread: false,
+        },
+        90,
+    );
 
     fn memory() -> Placement {
         Placement::new(NonZeroUsize::new(2).unwrap())

@@ -19,12 +19,12 @@ pub struct InferenceRequest {
     pub objective: Option<String>,
     /// What the prompt is made of.
     pub prompt: PromptSize,
+    /// The ids of the prompt's tokens, as its engine will have them; `None` where no tokenizer told.
+    pub tokens: Option<Arc<[u32]>>,
     /// The most tokens the client lets the engine generate.
     pub max_tokens: Option<u64>,
     /// The endpoints the gateway allows (`x-gateway-destination-endpoint-subset`); `None` allows all, and port 0 is any.
     pub subset: Option<Vec<SocketAddr>>,
-    /// The prompt's token ids, as the engine makes them; `None` where they are not known.
-    pub tokens: Option<Arc<[u32]>>,
     /// The prompt's text in blocks; `None` where nobody wants them.
     pub text: Option<Arc<TextBlocks>>,
     /// Hash of the cache salt, see [`salt`].
@@ -103,6 +103,14 @@ pub enum KeySource {
     Opening,
 }
 
+impl InferenceRequest {
+    /// Takes over what a tokenizer tells of the prompt.
+    pub fn set_tokens(&mut self, tokens: Arc<[u32]>) {
+        self.prompt.exact = Some(tokens.len() as u64);
+        self.tokens = Some(tokens);
+    }
+}
+
 impl Conversation {
     /// Makes a conversation of an identity that the client sent.
     #[must_use]
@@ -126,6 +134,8 @@ pub struct PromptSize {
     pub messages: u64,
     /// Tokens given as ids.
     pub token_ids: u64,
+    /// All tokens of the prompt, where a tokenizer told; the other fields are then for learning alone.
+    pub exact: Option<u64>,
     /// Images, audio and other media.
     pub media: u64,
     /// The body was not read whole: `text_bytes` is its length, and nothing can be learned from it.

@@ -74,9 +74,9 @@ pub struct Trace {
     pub model: Option<String>,
     /// Its objective's priority; below 0 it is shed first.
     pub priority: i32,
-    /// Tokens of the prompt, estimated or given.
+    /// Tokens of the prompt, estimated or counted.
     pub prompt_tokens: u64,
-    /// Tokens a byte used for the estimate, and the answers it was learned from.
+    /// Tokens a byte used for the estimate, and the answers it was learned from; `None` of an exact count.
     pub estimate: Option<(f64, u32)>,
     /// Tokens that may be generated.
     pub max_tokens: u64,

@@ -258,7 +258,7 @@ impl Scheduler {
             model: request.model.clone(),
             priority: state.priority_of(request),
             prompt_tokens: estimate.tokens,
-            estimate: Some((estimate.tokens_per_byte, estimate.answers)),
+            estimate: estimate.ratio,
             max_tokens,
             held,
             ..Trace::default()

@@ -132,6 +132,7 @@ pub fn asked(request: &InferenceRequest, moment: &Moment<'_>) -> pb::Asked {
         text_bytes: prompt.text_bytes,
         messages: prompt.messages,
         token_ids: prompt.token_ids,
+        exact_tokens: prompt.exact,
         media: prompt.media,
         unread: prompt.unread,
         max_tokens: request.max_tokens,

@@ -32,6 +32,22 @@ pub struct Ended {
     pub status: &'static str,
 }
 
+/// Label set of ways to learn the tokens of a prompt.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Step {
+    /// `given`, `local` or `engine`.
+    pub step: &'static str,
+}
+
+/// Label set of ways that did not tell the tokens of a prompt.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Untold {
+    /// `local` or `engine`.
+    pub step: &'static str,
+    /// Why, of a closed set.
+    pub reason: &'static str,
+}
+
 /// The handles.
 #[derive(Debug)]
 pub struct Metrics {
@@ -71,6 +87,12 @@ pub struct Metrics {
     pub expected_cached_tokens: Counter,
     /// Tokens generated.
     pub completion_tokens: Counter,
+    /// Prompts whose tokens are known, by the step that told them.
+    pub tokenized: Family<Step, Counter>,
+    /// Steps that could not tell the tokens of a prompt, by reason.
+    pub token_failures: Family<Untold, Counter>,
+    /// Time that requests waited for their tokens.
+    pub tokenize_seconds: Histogram,
 }
 
 /// Buckets of request durations, in seconds; the upstream picker's, thinned.
@@ -79,6 +101,8 @@ const DURATIONS: [f64; 16] =
 /// Buckets of decision durations, in seconds.
 const DECISIONS: [f64; 10] =
     [0.000_001, 0.000_002, 0.000_005, 0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_5, 0.001, 0.01];
+/// Buckets of the time until tokens are known, in seconds.
+const TOKENIZING: [f64; 9] = [0.000_1, 0.000_3, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0];
 
 /// Why requests are turned away.
 const REJECTIONS: [&str; 8] = [
@@ -119,6 +143,9 @@ impl Metrics {
             cached_tokens: Counter::default(),
             expected_cached_tokens: Counter::default(),
             completion_tokens: Counter::default(),
+            tokenized: Family::default(),
+            token_failures: Family::default(),
+            tokenize_seconds: Histogram::new(TOKENIZING),
         });
         let mut registry = Registry::with_prefix("llm_ring");
         let m = &*metrics;
@@ -207,10 +234,38 @@ impl Metrics {
             m.expected_cached_tokens.clone(),
         );
         registry.register("completion_tokens", "Tokens generated", m.completion_tokens.clone());
+        m.register_tokens(&mut registry);
         registry.register_collector(Box::new(PoolCollector(scheduler)));
         registry.register_collector(Box::new(SourceCollector(source)));
         registry.register_collector(Box::new(EngineCollector(knowledge)));
         (metrics, registry)
+    }
+}
+
+impl Metrics {
+    fn register_tokens(&self, registry: &mut Registry) {
+        for step in ["given", "local", "engine"] {
+            self.tokenized.get_or_create(&Step { step }).inc_by(0);
+        }
+        for (step, reason) in [("local", "busy"), ("engine", "timeout")] {
+            self.token_failures.get_or_create(&Untold { step, reason }).inc_by(0);
+        }
+        registry.register(
+            "tokenized",
+            "Prompts whose tokens are known, by what told them",
+            self.tokenized.clone(),
+        );
+        registry.register(
+            "token_failures",
+            "Ways to learn a prompt's tokens that failed; what is left is an estimate",
+            self.token_failures.clone(),
+        );
+        registry.register_with_unit(
+            "tokenize",
+            "Time that requests waited for their tokens",
+            Unit::Seconds,
+            self.tokenize_seconds.clone(),
+        );
     }
 }
 

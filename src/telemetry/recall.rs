@@ -113,7 +113,6 @@ pub fn request(record: &pb::Record, asked: &pb::Asked) -> anyhow::Result<Inferen
     });
     let subset = subset.collect::<anyhow::Result<Vec<_>>>()?;
     Ok(InferenceRequest {
-        tokens: None,
         text: None,
         salt: None,
         id: record.request_id.clone(),
@@ -124,9 +123,11 @@ pub fn request(record: &pb::Record, asked: &pb::Asked) -> anyhow::Result<Inferen
             text_bytes: size(asked.text_bytes),
             messages: size(asked.messages),
             token_ids: size(asked.token_ids),
+            exact: asked.exact_tokens.map(size),
             media: size(asked.media),
             unread: asked.unread,
         },
+        tokens: None,
         max_tokens: asked.max_tokens,
         subset: Some(subset).filter(|subset| !subset.is_empty()),
     })

@@ -205,6 +205,41 @@ fn the_estimate_of_tokens_moves_to_what_the_engine_counts() {
     });
 }
 
+/// Plays a chat whose tokens the picker is to know before the engine does; the two must agree on each turn.
+async fn counts_agree(config: &str) {
+    let Some(tools) = Tools::get() else { return };
+    let (engine, address) = engine(tools, NAMES[0]).await;
+    engine.watch();
+    let list = endpoints([(NAMES[0], address)]);
+    let none = (Vec::new(), Gate::closed());
+    let stack = Stack::before(tools, config, &list, none, &[address], &[ORIGINAL_DST]).await;
+    stack.watch();
+    let mut chat = Chat::new("counted", false);
+    let others = ["Répondez 简短 🙂, and say <|im_end|> as it is.", "", "  x\n\n\ty "];
+    for question in QUESTIONS.iter().chain(&others) {
+        let (record, usage) = chat.ask(&stack, stack.port(), question).await;
+        assert_eq!(record["prompt_tokens"], usage.prompt, "{question:?}: {record}");
+        assert_eq!(record["tokens_per_byte"].as_f64().unwrap_or(0.0), 0.0, "it was estimated");
+    }
+    stack.picker.reaches("llm_ring_token_failures_total", "", 0.0).await;
+}
+
+#[test]
+fn the_picker_counts_as_the_engine_does() {
+    run(async {
+        let Some(tools) = Tools::get() else { return };
+        // A model of somebody's own has its tokenizer somewhere else.
+        let Some(folder) = &tools.tokenizer else { return };
+        let model = format!("{{ folder: {folder}, dialect: llama-cpp }}");
+        counts_agree(&format!("tokenizers: {{ models: {{ \"*\": {model} }} }}\n")).await;
+    });
+}
+
+#[test]
+fn an_engine_tells_what_it_will_count() {
+    run(counts_agree("tokenizers: { engine: llama-cpp }\n"));
+}
+
 #[test]
 fn a_logged_decision_can_be_made_again() {
     run(async {

@@ -11,10 +11,11 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("engine", &["index", "pool", "scheduling"]),
     ("telemetry", &["engine", "index", "pool", "scheduling"]),
     ("tls", &[]),
+    ("tokens", &[]),
     ("discovery", &["pool", "telemetry", "yaml"]),
-    ("ext_proc", &["engine", "index", "pool", "scheduling", "telemetry"]),
+    ("ext_proc", &["engine", "index", "pool", "scheduling", "telemetry", "tokens"]),
     ("admin", &["scheduling", "telemetry"]),
-    ("config", &["ext_proc", "pool", "scheduling", "telemetry", "yaml"]),
+    ("config", &["ext_proc", "pool", "scheduling", "telemetry", "tokens", "yaml"]),
     (
         "app",
         &[
@@ -27,6 +28,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "scheduling",
             "telemetry",
             "tls",
+            "tokens",
         ],
     ),
     (
@@ -67,6 +69,11 @@ const PURE: &[&str] = &[
     "ext_proc/response",
     "telemetry/explain.rs",
     "telemetry/recall.rs",
+    "tokens/body.rs",
+    "tokens/chat.rs",
+    "tokens/memo.rs",
+    "tokens/python.rs",
+    "tokens/template.rs",
 ];
 /// What a pure file may not name.
 const IMPURE: &[&str] = &[

@@ -25,4 +25,5 @@ mod records;
 mod reload;
 mod standalone;
 mod start;
+mod tokens;
 mod traces;

@@ -56,6 +56,16 @@ fn missing_endpoints_are_asked_for() {
 }
 
 #[test]
+fn a_tokenizer_that_cannot_be_loaded_is_named() {
+    let config = |model: &str| format!("{ANY_PORT}tokenizers: {{ models: {{ mine: {model} }} }}\n");
+    let endpoints = ["--endpoints", "endpoints.yaml"];
+    let says = ["tokenizers.models", "`mine`", "nowhere/tokenizer.json", "no such file"];
+    check(&config("{ folder: nowhere }"), &endpoints, &says);
+    let wrong = config("{ folder: nowhere, dialect: vlm }");
+    check(&wrong, &endpoints, &["llm-ring.yaml:2:", "`vlm`", "`vllm`"]);
+}
+
+#[test]
 fn a_missing_certificate_is_named() {
     let config = format!("{ANY_PORT}tls: {{ mode: files, cert: no.pem, key: no.key }}\n");
     check(&config, &["--endpoints", "endpoints.yaml"], &["no.pem"]);

@@ -130,8 +130,10 @@ fn record(path: &Path, config: &Config, seed: u64, (max_bytes, files): (u64, u32
                     prompt: PromptSize {
                         text_bytes: 800 + turn * 1500,
                         messages: turn,
+                        exact: (turn % 3 == 0).then_some(turn * 411),
                         ..PromptSize::default()
                     },
+                    tokens: None,
                     max_tokens: (random.random() < 0.5).then_some(64),
                     subset: (random.random() < 0.1).then(|| {
                         [1, 2].map(|n| format!("10.0.0.{n}:8000").parse().unwrap()).to_vec()

@@ -29,7 +29,13 @@ fn settings() -> ExchangeSettings {
     ExchangeSettings {
         conversation_headers: vec!["x-conversation-id".to_owned(), "x-session-id".to_owned()],
         max_body_bytes: 200_000,
-        read: ReadOptions { max_decoded_bytes: 1 << 20, use_user_field: false, block_bytes: 0 },
+        read: ReadOptions {
+            max_decoded_bytes: 1 << 20,
+            use_user_field: false,
+            keep_decoded: false,
+            block_bytes: 0,
+        },
+        keep_bodies: false,
         errors: ErrorFormat::Json,
         use_subset: true,
     }
@@ -40,8 +46,19 @@ fn script() -> Script {
 }
 
 fn in_modes(modes: Option<(i32, i32)>) -> Script {
+    with(settings(), modes)
+}
+
+/// One that keeps whole bodies with their requests.
+fn keeping(request_mode: i32) -> Script {
+    let mut settings = ExchangeSettings { keep_bodies: true, ..settings() };
+    settings.read.keep_decoded = true;
+    with(settings, Some((request_mode, DUPLEX)))
+}
+
+fn with(settings: ExchangeSettings, modes: Option<(i32, i32)>) -> Script {
     Script {
-        exchange: Exchange::new(Arc::new(settings())),
+        exchange: Exchange::new(Arc::new(settings)),
         sent: Vec::new(),
         scheduled: Vec::new(),
         outcome: None,
@@ -519,8 +536,8 @@ fn the_limit_holds_for_a_body_that_follows_its_pick_and_held_bytes_return_to_zer
     let mut script = script().request_headers(&[], false).request_body(&[b' '; 150_000], false);
     assert_eq!(script.exchange.held_bytes(), 150_000);
     script.exchange.hurry();
-    let queued = script.exchange.held_bytes();
-    assert_eq!(queued, 0, "it is only asked for a decision");
+    let held = script.exchange.held_bytes();
+    assert_eq!(held, 150_000, "it waits for the decision, which may take a while");
     let script = script.pump();
     assert_eq!(script.exchange.held_bytes(), 0, "all went out");
     let script = script.request_body(&[b' '; 60_000], false);
@@ -707,4 +724,68 @@ proptest! {
         let finished = script.outcome.is_some();
         prop_assert_eq!(script.exchange.abandoned().is_none(), finished);
     }
+}
+
+/// What went along with the one decision.
+fn kept(script: &Script) -> Option<(&str, &[u8])> {
+    let [scheduled] = script.scheduled.as_slice() else { panic!("one decision") };
+    scheduled.prompt.as_ref().map(|prompt| (prompt.path.as_str(), &prompt.body[..]))
+}
+
+#[test]
+fn a_whole_body_goes_along_and_goes_out_as_it_came() {
+    const PATH: &str = "/v1/chat/completions";
+    let text = format!(r#"{{"messages":[{{"content":"{}"}}]}}"#, "x ".repeat(70_000));
+    for (size, request_mode) in [(9, DUPLEX), (50_000, DUPLEX), (200_000, DUPLEX), (200_000, 2)] {
+        let mut script = keeping(request_mode).request_headers(&[], false);
+        let count = text.len().div_ceil(size);
+        for (i, chunk) in text.as_bytes().chunks(size).enumerate() {
+            assert!(script.exchange.held_bytes() <= (i * size) as u64);
+            script = script.request_body(chunk, i + 1 == count);
+        }
+        assert_eq!(kept(&script), Some((PATH, text.as_bytes())), "{size}");
+        if request_mode == DUPLEX {
+            assert_eq!(script.echoed(), text.as_bytes(), "{size}");
+            assert_eq!(script.sent(), format!("H B{0} B{0} B{1}.", 62_000, text.len() - 124_000));
+        } else {
+            assert_eq!(script.sent(), "H B-");
+        }
+    }
+    let trailers = keeping(DUPLEX).request_headers(&[], false);
+    let trailers = trailers.request_body(CHAT.as_bytes(), false).request_trailers();
+    assert_eq!(kept(&trailers), Some((PATH, CHAT.as_bytes())));
+    check(&trailers, &format!("H B{} T", CHAT.len()), 1);
+    check(&keeping(DUPLEX).request_headers(&[], false).request_trailers(), "H T", 1);
+    check(&keeping(DUPLEX).request_headers(&[], false).request_body(b"", true), "H B0.", 1);
+}
+
+#[test]
+fn a_compressed_body_goes_along_decoded_and_out_compressed() {
+    use std::io::Write as _;
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    gzip.write_all(CHAT.as_bytes()).unwrap();
+    let packed = gzip.finish().unwrap();
+    let (first, second) = packed.split_at(30);
+    let script = keeping(DUPLEX).request_headers(&[("content-encoding", "gzip")], false);
+    let script = script.request_body(first, false);
+    assert!(script.exchange.held_bytes() >= 30);
+    let script = script.request_body(second, true);
+    assert_eq!(kept(&script), Some(("/v1/chat/completions", CHAT.as_bytes())));
+    assert_eq!(script.echoed(), packed);
+}
+
+#[test]
+fn what_was_not_read_whole_does_not_go_along() {
+    let none = |script: &Script| assert_eq!(kept(script), None);
+    none(&script().request_headers(&[], false).request_body(CHAT.as_bytes(), true));
+    none(&keeping(DUPLEX).request_headers(&[], true));
+    none(&keeping(DUPLEX).request_headers(&[], false).request_body(b"{\"a\":}", true));
+    none(&keeping(DUPLEX).request_headers(&[], false).request_body(b"", true));
+    let other = [(":path", "/v1/audio/transcriptions")];
+    none(&keeping(DUPLEX).request_headers(&other, false).request_body(CHAT.as_bytes(), true));
+    let mut early = keeping(DUPLEX).request_headers(&[], false).request_body(b"{\"model\":", false);
+    early.exchange.hurry();
+    let early = early.pump().request_body(b"\"m\"}", true);
+    none(&early);
+    assert_eq!(early.echoed(), b"{\"model\":\"m\"}");
 }

@@ -6,8 +6,12 @@ use serde_json::{Value, json};
 use super::*;
 
 const CHAT: &[u8] = b"/v1/chat/completions";
-const OPTIONS: ReadOptions =
-    ReadOptions { max_decoded_bytes: 1 << 24, use_user_field: true, block_bytes: 0 };
+const OPTIONS: ReadOptions = ReadOptions {
+    max_decoded_bytes: 1 << 24,
+    use_user_field: true,
+    block_bytes: 0,
+    keep_decoded: false,
+};
 
 fn reader(headers: (Option<&str>, Option<&str>)) -> RequestReader {
     let [content_type, encoding] = [headers.0, headers.1].map(|value| value.map(str::as_bytes));

@@ -12,6 +12,8 @@ pub(crate) struct Tools {
     pub(crate) envoy: PathBuf,
     engine: Vec<(String, String)>,
     model: String,
+    /// The folder of the model's tokenizer; `None` for a model of somebody's own.
+    pub(crate) tokenizer: Option<String>,
 }
 
 impl Tools {
@@ -22,7 +24,8 @@ impl Tools {
             let mut parts = parts(&[])?;
             let mut take = |name: &str| parts.remove(name).ok_or(format!("there is no {name}"));
             let (envoy, model) = (take("ENVOY")?.into(), take("MODEL")?);
-            Ok(Self { envoy, model, engine: parts.into_iter().collect() })
+            let tokenizer = parts.remove("TOKENIZER");
+            Ok(Self { envoy, model, tokenizer, engine: parts.into_iter().collect() })
         });
         or_skip(found.as_ref())
     }
