@@ -14,6 +14,7 @@ python3 bench/demo/parts.py --collector --kubernetes
 
 say "demo driver"
 python3 bench/demo/test_demo.py
+python3 bench/vllm/test_run.py
 
 say "tests"
 cargo test --no-fail-fast --features lab --lib --test it --bin llm-ring-lab

@@ -46,8 +46,8 @@ def free_ports(count):
         return [s.getsockname()[1] for s in sockets]
 
 
-def answers(port, path):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+def answers(port, path, host="127.0.0.1"):
+    connection = http.client.HTTPConnection(host, port, timeout=1)
     try:
         connection.request("GET", path)
         return connection.getresponse().status == 200
@@ -61,8 +61,8 @@ class Child:
     """A process in a session of its own, so that its group can be ended whole."""
 
     def __init__(self, name, command, log, ready, env=None):
-        self.name, self.log, self.ready = name, log, ready
-        command = [str(c) for c in command]
+        self.name, self.log, self.ready, self.env = name, log, ready, env
+        self.command = command = [str(c) for c in command]
         try:
             with open(log, "wb") as output:
                 self.process = subprocess.Popen(
@@ -88,6 +88,8 @@ class Child:
 class Stack:
     """A context: inside it everything is ready, after it nothing is left running."""
 
+    engine_ports, start_seconds = REPLICAS, START_SECONDS
+
     def __init__(self, parts, picker, policy, folder):
         self.parts, self.picker, self.policy, self.folder = parts, picker, policy, Path(folder)
         self.children = []
@@ -104,8 +106,21 @@ class Stack:
         return self
 
     def start(self):
-        self.http_port, self.metrics_port, self.health_port, grpc, admin, *engines = free_ports(5 + REPLICAS)
-        self.engines = {f"llama-{i}": port for i, port in enumerate(engines)}
+        ports = free_ports(5 + self.engine_ports)
+        self.http_port, self.metrics_port, self.health_port, self.grpc_port, self.admin_port, *engines = ports
+        self.start_engines(engines)
+        self.config = self.write("llm-ring.yaml", self.settings())
+        self.add("llm-ring", [self.picker, "serve", "--config", self.config], (self.metrics_port, "/readyz"))
+        gateway = string.Template((HERE / "envoy.yaml").read_text()).substitute(
+            http_port=self.http_port, admin_port=self.admin_port, picker_port=self.grpc_port
+        )
+        command = [self.parts["ENVOY"], "--config-path", self.write("envoy.yaml", gateway)]
+        # Without --disable-hot-restart two Envoys on one machine are one too many.
+        command += ["--concurrency", 1, "--log-level", "warning", "--disable-hot-restart"]
+        self.add("envoy", command, (self.admin_port, "/ready"))
+
+    def start_engines(self, ports):
+        self.engines = {f"llama-{i}": port for i, port in enumerate(ports)}
         interpreter = self.parts.get("LLAMA_PYTHON", sys.executable)
         environment = dict(os.environ)
         if "LLAMA_SERVER" in self.parts:
@@ -114,6 +129,8 @@ class Stack:
             command = [interpreter, HERE / "engine.py", self.parts["MODEL"], port, SLOTS, CONTEXT, CACHE_RAM_MIB]
             self.add(name, command, (port, "/health"), environment)
 
+    def settings(self):
+        """The text of the picker's configuration."""
         endpoints = self.write(
             "endpoints.yaml",
             "endpoints:\n"
@@ -122,18 +139,10 @@ class Stack:
                 for name, port in self.engines.items()
             ),
         )
-        values = dict(
-            policy=self.policy, endpoints=json.dumps(str(endpoints)), picker_port=grpc, health_port=self.health_port,
-            metrics_port=self.metrics_port, http_port=self.http_port, admin_port=admin,
+        return PICKER_CONFIG.substitute(
+            policy=self.policy, endpoints=json.dumps(str(endpoints)), picker_port=self.grpc_port,
+            health_port=self.health_port, metrics_port=self.metrics_port,
         )  # fmt: skip
-        self.config = self.write("llm-ring.yaml", PICKER_CONFIG.substitute(values))
-        self.add("llm-ring", [self.picker, "serve", "--config", self.config], (self.metrics_port, "/readyz"))
-
-        gateway = string.Template((HERE / "envoy.yaml").read_text()).substitute(values)
-        command = [self.parts["ENVOY"], "--config-path", self.write("envoy.yaml", gateway)]
-        # Without --disable-hot-restart two Envoys on one machine are one too many.
-        command += ["--concurrency", 1, "--log-level", "warning", "--disable-hot-restart"]
-        self.add("envoy", command, (admin, "/ready"))
 
     def write(self, name, text):
         path = self.folder / name
@@ -151,12 +160,12 @@ class Stack:
             child.check()
 
     def wait(self):
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         for child in self.children:
             while not answers(*child.ready):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise Failure(f"{child.name} is not ready after {START_SECONDS:.0f} s:\n{child.tail()}")
+                    raise Failure(f"{child.name} is not ready after {self.start_seconds:.0f} s:\n{child.tail()}")
                 time.sleep(0.05)
 
     def __exit__(self, *_):

@@ -58,14 +58,10 @@ impl Report {
         let comparison =
             self.against.as_ref().map(|policy| report::compare(&study, policy)).transpose()?;
         match self.format {
-            None => crate::print(&format!("{}\n", out.join("summary.md").display()))?,
-            Some(Format::Md) => crate::print(&read(&out.join("summary.md"))?)?,
-            Some(Format::Json) => crate::print(&read(&out.join("compare.json"))?)?,
-            Some(Format::Text) => {
-                if let Some(comparison) = &comparison {
-                    crate::print(&comparison.to_string())?;
-                }
-            }
+            None => println!("{}", out.join("summary.md").display()),
+            Some(Format::Md) => print!("{}", read(&out.join("summary.md"))?),
+            Some(Format::Json) => print!("{}", read(&out.join("compare.json"))?),
+            Some(Format::Text) => comparison.iter().for_each(|comparison| print!("{comparison}")),
         }
         if let Some((rival, refusal)) =
             comparison.as_ref().and_then(report::Comparison::incomparable)

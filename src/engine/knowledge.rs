@@ -155,6 +155,16 @@ pub struct Prompt {
     told: Vec<BlockKey>,
 }
 
+impl Prompt {
+    /// Returns what names its first half: prompts of the same value begin alike.
+    #[must_use]
+    pub fn beginning(&self) -> Option<u64> {
+        let text = self.text.as_ref().map_or(&[][..], |text| &text.keys);
+        let keys = if self.told.is_empty() { text } else { &self.told };
+        keys.get(keys.len() / 2).map(|key| key.0)
+    }
+}
+
 /// What is known for one request, by slot of one version of the pool.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
@@ -367,9 +377,19 @@ impl Knowledge {
             .root(Unit::Tokens, self.settings.block_tokens)
     }
 
-    /// Returns what is known of the endpoints of a pool, for a prompt if there is one; `now` is since the start.
+    /// Returns what is known of the endpoints of a pool: for a prompt if there is one, and with what `metrics` say if
+    /// they are looked at. `None` if there is nothing to look for. `now` is since the start.
     #[must_use]
-    pub fn look(&self, pool: &PoolSnapshot, prompt: Option<&Prompt>, now: Duration) -> Facts {
+    pub fn look(
+        &self,
+        (pool, metrics): (&PoolSnapshot, bool),
+        prompt: Option<&Prompt>,
+        now: Duration,
+    ) -> Option<Facts> {
+        let metrics = metrics && self.settings.metrics;
+        if !metrics && prompt.is_none() {
+            return None;
+        }
         let members = self.members.load();
         let in_step = members.version == pool.version() && members.list.len() == pool.ids().len();
         let found: Vec<Option<&Member>> = pool
@@ -382,7 +402,7 @@ impl Knowledge {
             })
             .collect();
         let mut facts = Facts { version: pool.version(), ..Facts::default() };
-        if self.settings.metrics {
+        if metrics {
             look_at_metrics(&found, now, &mut facts);
         }
         if let Some(prompt) = prompt {
@@ -393,7 +413,7 @@ impl Knowledge {
                 self.ask(&found, &prompt.told, &mut facts);
             }
         }
-        facts
+        Some(facts)
     }
 
     fn guess(&self, found: &[Option<&Member>], text: &TextBlocks, facts: &mut Facts) {
@@ -628,7 +648,7 @@ impl Knowledge {
                 }
                 let tier = tier_of(*tier);
                 for hashes in hashes.chunks(BATCH) {
-                    let hashes: Vec<EngineHash> = hashes.iter().map(hash_of).collect();
+                    let hashes: Vec<EngineHash> = hashes.iter().copied().map(hash_of).collect();
                     write(&self.told).removed(rank.holder, &hashes, tier);
                 }
             }
@@ -680,10 +700,10 @@ impl Knowledge {
             self.refused.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        let mut parent = stored.parent.as_ref().map(hash_of);
+        let mut parent = stored.parent.map(hash_of);
         for (at, hashes) in stored.hashes.chunks(BATCH).enumerate() {
             let from = at * BATCH;
-            let hashes: Vec<EngineHash> = hashes.iter().map(hash_of).collect();
+            let hashes: Vec<EngineHash> = hashes.iter().copied().map(hash_of).collect();
             let tokens = &stored.tokens[from * page..(from + hashes.len()) * page];
             let extras =
                 if extras.is_empty() { &[][..] } else { &extras[from..from + hashes.len()] };
@@ -817,7 +837,7 @@ fn part(prompt: u64, share: f64) -> u64 {
     weighed(prompt, share.clamp(0.0, 1.0))
 }
 
-fn hash_of(hash: &kv_wire::EngineHash) -> EngineHash {
+fn hash_of(hash: kv_wire::EngineHash) -> EngineHash {
     EngineHash::unsigned(hash.get())
 }
 

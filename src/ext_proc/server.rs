@@ -339,12 +339,15 @@ impl Pump {
         let now = begun.saturating_duration_since(shared.epoch);
         let knowledge = shared.knowledge.as_ref();
         let prompt = knowledge.and_then(|it| it.prompt(&request));
-        let facts =
-            knowledge.map(|it| Arc::new(it.look(&shared.scheduler.pool(), prompt.as_deref(), now)));
+        let facts = knowledge.and_then(|it| {
+            let (pool, metrics) = shared.scheduler.asks();
+            it.look((&pool, metrics), prompt.as_deref(), now).map(Arc::new)
+        });
         let moment = Moment {
             now,
             seed: shared.seeds.draw(),
             evidence: facts.as_ref().map(|facts| facts.evidence()).unwrap_or_default(),
+            prefix: prompt.as_ref().and_then(|prompt| prompt.beginning()),
             ..Moment::default()
         };
         let decided = match &shared.waiting_room {

@@ -141,7 +141,8 @@ impl WaitingRoom {
             let moment = |waiter: &Waiter| {
                 let facts = known.get(&waiter.number);
                 let evidence = facts.map(|facts| facts.evidence()).unwrap_or_default();
-                Moment { now, seed: seed(), evidence, ..Moment::default() }
+                let prefix = waiter.prompt.as_ref().and_then(|prompt| prompt.beginning());
+                Moment { now, seed: seed(), evidence, prefix, ..Moment::default() }
             };
             let next = room.hold.release(&self.scheduler, now, moment, self.detail);
             drop(room);
@@ -158,13 +159,13 @@ impl WaitingRoom {
     /// Looks at what is known for those who may go next, no more often than they look themselves.
     fn known(&self, hold: &Hold<Waiter>, now: Duration) -> HashMap<u64, Arc<Facts>> {
         let Some(knowledge) = &self.knowledge else { return HashMap::new() };
-        let pool = self.scheduler.pool();
+        let (pool, metrics) = self.scheduler.asks();
         hold.owners()
             .filter_map(|waiter| {
                 let mut facts = waiter.facts.lock().unwrap_or_else(PoisonError::into_inner);
-                if now.saturating_sub(facts.0) >= TICK || facts.1.is_none() {
-                    let looked = knowledge.look(&pool, waiter.prompt.as_deref(), now);
-                    *facts = (now, Some(Arc::new(looked)));
+                if now.saturating_sub(facts.0) >= TICK {
+                    let looked = knowledge.look((&pool, metrics), waiter.prompt.as_deref(), now);
+                    *facts = (now, looked.map(Arc::new));
                 }
                 Some((waiter.number, facts.1.clone()?))
             })

@@ -157,6 +157,11 @@ pub trait Policy: std::fmt::Debug + Send + Sync {
     fn needs_conversation(&self) -> bool {
         true
     }
+
+    /// Tells whether the choice depends on engines' load and memory as they say; if not, nobody has to collect that.
+    fn asks_engines(&self) -> bool {
+        false
+    }
 }
 
 impl Candidates {

@@ -161,6 +161,14 @@ impl Scheduler {
         Arc::clone(&self.lock().pool)
     }
 
+    /// Returns the current endpoints, and whether engines' load and memory as they say are looked at in decisions.
+    #[must_use]
+    pub fn asks(&self) -> (Arc<PoolSnapshot>, bool) {
+        let state = self.lock();
+        let asks = self.settings.trace_sights || state.policy.1.asks_engines();
+        (Arc::clone(&state.pool), asks)
+    }
+
     /// Returns the current endpoints with the load of each, in slot order.
     #[must_use]
     pub fn loads(&self) -> (Arc<PoolSnapshot>, Vec<Load>) {

@@ -29,8 +29,10 @@ struct Index {
     index: &'static str,
 }
 
-const KINDS: [(&str, fn(&Kept) -> &Promises); 2] =
-    [("events", |kept| &kept.told), ("text", |kept| &kept.guessed)];
+/// The predictions of an endpoint, by what they were made of.
+fn kinds(kept: &Kept) -> [(&'static str, &Promises); 2] {
+    [("events", &kept.told), ("text", &kept.guessed)]
+}
 
 impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
@@ -69,10 +71,9 @@ impl Collector for EngineCollector {
         let mut tokens = |name: &str, help: &str, of: fn(&Promises) -> u64| {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
             for known in &overview.endpoints {
-                for (by, kept) in KINDS {
+                for (by, promises) in kinds(&known.kept) {
                     let label = Prediction { endpoint: known.name.clone(), by };
-                    ConstCounter::new(of(kept(&known.kept)))
-                        .encode(family.encode_family(&label)?)?;
+                    ConstCounter::new(of(promises)).encode(family.encode_family(&label)?)?;
                 }
             }
             Ok::<_, std::fmt::Error>(())
@@ -94,9 +95,9 @@ impl Collector for EngineCollector {
             MetricType::Gauge,
         )?;
         for known in &overview.endpoints {
-            for (by, kept) in KINDS {
+            for (by, promises) in kinds(&known.kept) {
                 let label = Prediction { endpoint: known.name.clone(), by };
-                let factor = kept(&known.kept).trust.factor();
+                let factor = promises.trust.factor();
                 ConstGauge::new(factor).encode(trust.encode_family(&label)?)?;
             }
         }

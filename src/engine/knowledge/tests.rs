@@ -78,7 +78,7 @@ fn cached(
     request: &InferenceRequest,
 ) -> Vec<Option<u64>> {
     let prompt = knowledge.prompt(request).unwrap();
-    knowledge.look(pool, Some(&prompt), SECOND).cached
+    knowledge.look((pool, true), Some(&prompt), SECOND).unwrap().cached
 }
 
 fn guessed(
@@ -87,7 +87,7 @@ fn guessed(
     request: &InferenceRequest,
 ) -> Vec<(f64, f64)> {
     let prompt = knowledge.prompt(request).unwrap();
-    let facts = knowledge.look(pool, Some(&prompt), SECOND);
+    let facts = knowledge.look((pool, true), Some(&prompt), SECOND).unwrap();
     facts.guessed.iter().map(|it| (it.held, it.coming)).collect()
 }
 
@@ -99,7 +99,7 @@ fn send(
     request: &InferenceRequest,
 ) -> Promise {
     let prompt = knowledge.prompt(request).unwrap();
-    let facts = knowledge.look(pool, Some(&prompt), SECOND);
+    let facts = knowledge.look((pool, true), Some(&prompt), SECOND).unwrap();
     knowledge.chosen(pool.ids()[slot], prompt, Some(&facts), SECOND).unwrap()
 }
 
@@ -177,7 +177,7 @@ fn events_tell_what_is_cached_and_go_before_guesses() {
     // What is on its way there is coming, and never cached.
     let promise = send(&knowledge, &pool, 0, &request);
     let prompt = knowledge.prompt(&request).unwrap();
-    let facts = knowledge.look(&pool, Some(&prompt), SECOND);
+    let facts = knowledge.look((&pool, true), Some(&prompt), SECOND).unwrap();
     assert_eq!((facts.cached[0], facts.coming[0]), (Some(0), Some(16)));
     knowledge.served(promise, &outcome(18, 0), SECOND);
 }
@@ -292,7 +292,10 @@ fn another_life_of_an_endpoint_knows_nothing_of_the_last() {
     knowledge.served(promise, &outcome(64, 0), SECOND);
     assert_eq!(guessed(&knowledge, &before, &text(1, 4)), [(0.0, 0.0), (1.0, 1.0)]);
     let prompt = knowledge.prompt(&text(1, 4)).unwrap();
-    assert_eq!(knowledge.look(&before, Some(&prompt), SECOND).evidence().version, Some(1));
+    assert_eq!(
+        knowledge.look((&before, true), Some(&prompt), SECOND).unwrap().evidence().version,
+        Some(1)
+    );
 }
 
 #[test]
@@ -302,4 +305,6 @@ fn what_is_switched_off_is_not_known() {
     let knowledge = Knowledge::new(off);
     assert!(knowledge.prompt(&text(1, 4)).is_none());
     assert!(knowledge.prompt(&tokens(0..8)).is_none());
+    let pool = pool(1, vec![endpoint("a", 1, "x")]);
+    assert!(knowledge.look((&pool, true), None, SECOND).is_none());
 }

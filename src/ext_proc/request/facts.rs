@@ -82,8 +82,6 @@ pub(super) struct Facts {
     sessions: [Option<String>; 3],
     opening: Opening,
     chain: Option<Chain>,
-    /// Whether the running member at the top level is the tools.
-    in_tools: bool,
     /// The role of the running message; it may come after the content.
     role: Role,
     /// Whether the running array gave token ids: it is one prompt then.
@@ -98,12 +96,20 @@ struct Chain {
     blocks: ByteChain,
     bytes: u64,
     tools: u64,
+    /// Whether the running member at the top level is the tools.
+    in_tools: bool,
 }
 
 impl Chain {
     fn new(size: u32) -> Self {
         // What the prompt is for may come after it, so it is mixed in at the end.
-        Self { size, blocks: ByteChain::new(BlockKey(0), size), bytes: 0, tools: 0 }
+        Self {
+            size,
+            blocks: ByteChain::new(BlockKey(0), size),
+            bytes: 0,
+            tools: 0,
+            in_tools: false,
+        }
     }
 
     fn push(&mut self, bytes: &[u8]) {
@@ -139,7 +145,6 @@ impl Facts {
             sessions: [const { None }; 3],
             opening: Opening::default(),
             chain: (block_bytes > 0).then(|| Chain::new(block_bytes)),
-            in_tools: false,
             role: Role::Other,
             in_token_ids: false,
             kept: Kept::default(),
@@ -193,7 +198,9 @@ impl Facts {
             b"n_predict" => Place::Limit(Limit::Predict),
             _ => Place::Skipped,
         };
-        self.in_tools = matches!(place, Place::Tools);
+        if let Some(chain) = &mut self.chain {
+            chain.in_tools = matches!(place, Place::Tools);
+        }
         if matches!(place, Place::Messages | Place::Input) {
             self.opening.restart_turns();
             self.in_token_ids = false;
@@ -256,7 +263,7 @@ impl Facts {
         self.text_bytes += text.len() as u64;
         self.unit.add(text);
         match &mut self.chain {
-            Some(chain) if self.in_tools => chain.tools += text.len() as u64,
+            Some(chain) if chain.in_tools => chain.tools += text.len() as u64,
             Some(chain) => chain.push(text),
             None => {}
         }
@@ -264,7 +271,7 @@ impl Facts {
 
     /// Ends a text of the prompt: `ab` and `c` are not `a` and `bc`.
     fn end_text(&mut self, mark: u8) {
-        if let Some(chain) = self.chain.as_mut().filter(|_| !self.in_tools) {
+        if let Some(chain) = self.chain.as_mut().filter(|chain| !chain.in_tools) {
             chain.push(&[mark]);
         }
     }

@@ -143,6 +143,10 @@ impl Policy for MarginalCost {
         Choice { slot, reason: Reason::LowestCost, cached }
     }
 
+    fn asks_engines(&self) -> bool {
+        true
+    }
+
     fn needs_conversation(&self) -> bool {
         false
     }

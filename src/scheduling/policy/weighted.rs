@@ -178,6 +178,10 @@ impl Policy for Weighted {
         Choice { slot: seen[chosen].slot, reason, cached: whole(seen[chosen].cached) }
     }
 
+    fn asks_engines(&self) -> bool {
+        true
+    }
+
     fn needs_conversation(&self) -> bool {
         false
     }
