@@ -423,9 +423,9 @@ impl Knowledge {
         facts.guessed = found
             .iter()
             .map(|member| {
-                let Some((member, found)) = member.zip(matches.next()) else {
-                    return Guess::default();
-                };
+                // Only those that are known were asked about.
+                let Some(member) = member else { return Guess::default() };
+                let Some(found) = matches.next() else { return Guess::default() };
                 if found.blocks == 0 {
                     return Guess::default();
                 }

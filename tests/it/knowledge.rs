@@ -53,14 +53,16 @@ fn prompts_that_begin_alike_meet_until_their_engine_starts_again() {
         }
         stack.picker.reaches("llm_ring_engine_metrics_fresh", "", 3.0).await;
         let start = "all of these begin alike ".repeat(800);
-        let ask =
-            |rest: &str| chat(&format!("{start}{rest}")).answered("usage prompt=5000 cached=0");
-        let first = ask("one");
+        let ask = |rest: &str, cached: u32| {
+            let call = chat(&format!("{start}{rest}"));
+            call.answered(&format!("usage prompt=5000 cached={cached}"))
+        };
+        let first = ask("one", 0);
         assert_eq!(stack.answer(&first).await.status, 200);
         stack.picker.is_idle().await;
         let (home, _) = stack.served(&first.id);
         for rest in ["two", "three", "four"] {
-            let call = ask(rest).answered("usage prompt=5000 cached=4900");
+            let call = ask(rest, 4900);
             assert_eq!(stack.answer(&call).await.status, 200);
             assert_eq!(stack.served(&call.id).0.name, home.name, "{rest}");
             stack.picker.is_idle().await;
