@@ -24,6 +24,7 @@ use super::workload::Request;
 
 /// What a picker sees beside its own dispatches.
 #[derive(Debug, Clone, Copy, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a word of a policy's name")]
 struct Sees {
     /// Cache events: what of a prompt is cached where, and which prompts begin alike.
     events: bool,
