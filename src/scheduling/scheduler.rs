@@ -277,7 +277,9 @@ impl Scheduler {
             return Ok(None);
         }
         let targets = targets(&cx, choice.slot, self.settings.destinations);
-        if self.settings.trace_sights && !trace.loads.is_empty() {
+        // Policies that look at every engine have left what they saw.
+        let left = trace.sights.len() == trace.candidates;
+        if self.settings.trace_sights && !trace.loads.is_empty() && !left {
             trace.sights = cx.candidates.iter().map(|slot| (slot, cx.sight(slot))).collect();
             (trace.output, trace.hot, trace.scale) = (cx.output, cx.hot, cx.scale);
         }

@@ -1,7 +1,6 @@
 //! NVIDIA Dynamo's KV router: blocks to compute, weighted, and blocks in use; the least, ties by chance.
 
-use std::collections::HashMap;
-
+use super::index::Prefilling;
 use super::lowest;
 use crate::random::Random;
 use crate::sim::{Router, Setup, World};
@@ -10,10 +9,7 @@ use crate::workload::Request;
 pub(super) struct Dynamo {
     weight: f64,
     random: Random,
-    /// Tokens of prompts under way to each endpoint that it has to compute.
-    prefilling: Vec<i64>,
-    /// The same of each request.
-    new: HashMap<usize, i64>,
+    prefilling: Prefilling,
     block: i64,
 }
 
@@ -22,8 +18,7 @@ impl Dynamo {
         Self {
             weight,
             random: Random::new(setup.seed),
-            prefilling: vec![0; setup.endpoints],
-            new: HashMap::new(),
+            prefilling: Prefilling::new(setup.endpoints),
             block: setup.params.block,
         }
     }
@@ -38,7 +33,7 @@ impl Router for Dynamo {
     fn choose(&mut self, request: &Request, _: f64, world: &World) -> Option<usize> {
         let cost = |&i: &usize| {
             let engine = world.engine(i);
-            let tokens = self.prefilling[i] + self.new_tokens(request, i, world);
+            let tokens = self.prefilling.at(i) + self.new_tokens(request, i, world);
             let added = request.blocks.iter().filter(|&&block| !engine.holds(block)).count() as i64;
             self.weight * tokens as f64 / self.block as f64
                 + engine.used() as f64
@@ -51,21 +46,18 @@ impl Router for Dynamo {
 
     fn on_dispatch(&mut self, request: &Request, endpoint: usize, _: f64, world: &World) {
         let new = self.new_tokens(request, endpoint, world);
-        self.prefilling[endpoint] += new;
-        self.new.insert(request.index, new);
+        self.prefilling.put(request, endpoint, new);
     }
 
     fn on_first(&mut self, request: &Request, _: f64, world: &World) {
-        if let Some(new) = self.new.remove(&request.index) {
-            self.prefilling[world.endpoint_of(request)] -= new;
-        }
+        self.prefilling.take(request, world);
     }
 
-    fn on_finish(&mut self, request: &Request, now: f64, world: &World) {
-        self.on_first(request, now, world);
+    fn on_finish(&mut self, request: &Request, _: f64, world: &World) {
+        self.prefilling.take(request, world);
     }
 
     fn on_added(&mut self, endpoint: usize, _: &World) {
-        super::room_for(&mut self.prefilling, endpoint);
+        self.prefilling.add(endpoint);
     }
 }

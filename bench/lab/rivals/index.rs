@@ -69,6 +69,39 @@ pub(super) fn note_ends(lengths: &mut [usize], mut ended: u64, at: usize) {
     }
 }
 
+/// Tokens that each endpoint has to compute of prompts that are under way to it.
+pub(super) struct Prefilling {
+    tokens: Vec<i64>,
+    /// The same of each request.
+    of: HashMap<usize, i64>,
+}
+
+impl Prefilling {
+    pub(super) fn new(endpoints: usize) -> Self {
+        Self { tokens: vec![0; endpoints], of: HashMap::new() }
+    }
+
+    pub(super) fn at(&self, endpoint: usize) -> i64 {
+        self.tokens[endpoint]
+    }
+
+    pub(super) fn put(&mut self, request: &Request, endpoint: usize, new: i64) {
+        self.tokens[endpoint] += new;
+        self.of.insert(request.index, new);
+    }
+
+    /// Takes a request's tokens out again, once.
+    pub(super) fn take(&mut self, request: &Request, world: &World) {
+        if let Some(new) = self.of.remove(&request.index) {
+            self.tokens[world.endpoint_of(request)] -= new;
+        }
+    }
+
+    pub(super) fn add(&mut self, endpoint: usize) {
+        super::room_for(&mut self.tokens, endpoint);
+    }
+}
+
 /// Blocks of prompts that were sent and have not been computed: they will be cached.
 #[derive(Default)]
 pub(crate) struct UnderWay {

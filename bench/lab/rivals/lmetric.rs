@@ -1,19 +1,17 @@
 //! LMetric: tokens to compute times requests in flight; with the queue, its tokens count too.
 
-use std::collections::HashMap;
-
+use super::index::Prefilling;
 use crate::sim::{Router, World};
 use crate::workload::Request;
 
 pub(super) struct Lmetric {
     queue: bool,
-    prefilling: Vec<i64>,
-    new: HashMap<usize, i64>,
+    prefilling: Prefilling,
 }
 
 impl Lmetric {
     pub(super) fn new(queue: bool, endpoints: usize) -> Self {
-        Self { queue, prefilling: vec![0; endpoints], new: HashMap::new() }
+        Self { queue, prefilling: Prefilling::new(endpoints) }
     }
 }
 
@@ -26,28 +24,25 @@ impl Router for Lmetric {
         let load = world.in_flight();
         world.live().iter().copied().min_by_key(|&i| {
             let new = new_tokens(request, i, world);
-            let work = new + if self.queue { self.prefilling[i] } else { 0 };
+            let work = new + if self.queue { self.prefilling.at(i) } else { 0 };
             (work * (load[i] + 1), load[i], new, i)
         })
     }
 
     fn on_dispatch(&mut self, request: &Request, endpoint: usize, _: f64, world: &World) {
         let new = new_tokens(request, endpoint, world);
-        self.prefilling[endpoint] += new;
-        self.new.insert(request.index, new);
+        self.prefilling.put(request, endpoint, new);
     }
 
     fn on_first(&mut self, request: &Request, _: f64, world: &World) {
-        if let Some(new) = self.new.remove(&request.index) {
-            self.prefilling[world.endpoint_of(request)] -= new;
-        }
+        self.prefilling.take(request, world);
     }
 
-    fn on_finish(&mut self, request: &Request, now: f64, world: &World) {
-        self.on_first(request, now, world);
+    fn on_finish(&mut self, request: &Request, _: f64, world: &World) {
+        self.prefilling.take(request, world);
     }
 
     fn on_added(&mut self, endpoint: usize, _: &World) {
-        super::room_for(&mut self.prefilling, endpoint);
+        self.prefilling.add(endpoint);
     }
 }

@@ -7,6 +7,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::{look, record, whole};
 use crate::pool::{Prices, Sight};
 use crate::scheduling::decision::Terms;
 use crate::scheduling::scheduler::new_tokens;
@@ -95,8 +96,7 @@ struct Case<'a> {
 
 impl Policy for MarginalCost {
     fn choose(&self, cx: &Cx<'_>, trace: &mut Trace) -> Choice {
-        let sights: Vec<(u32, Sight)> =
-            cx.candidates.iter().map(|slot| (slot, cx.sight(slot))).collect();
+        let sights = look(cx);
         #[expect(clippy::cast_precision_loss, reason = "tokens and endpoints stay far below 2^52")]
         let (n, prompt) = (sights.len() as f64, cx.prompt_tokens as f64);
         let mean = |of: fn(&Sight) -> f64| sights.iter().map(|(_, it)| of(it)).sum::<f64>() / n;
@@ -134,12 +134,7 @@ impl Policy for MarginalCost {
                 terms: terms[index],
             });
         }
-        if !trace.loads.is_empty() {
-            trace.output = cx.output;
-            trace.hot = cx.hot;
-            trace.scale = cx.scale;
-            trace.sights = sights;
-        }
+        record(cx, sights, trace);
         Choice { slot, reason: Reason::LowestCost, cached }
     }
 
@@ -149,18 +144,6 @@ impl Policy for MarginalCost {
 
     fn needs_conversation(&self) -> bool {
         false
-    }
-}
-
-/// Tokens are whole.
-fn whole(tokens: f64) -> u64 {
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "it was made of a token count"
-    )]
-    {
-        tokens as u64
     }
 }
 

@@ -32,6 +32,7 @@ fn record(cx: &Cx<'_>, sights: Vec<(u32, Sight)>, trace: &mut Trace) {
     if !trace.loads.is_empty() {
         trace.output = cx.output;
         trace.hot = cx.hot;
+        trace.scale = cx.scale;
         trace.sights = sights;
     }
 }
