@@ -268,6 +268,8 @@ fn a_pool_is_waited_for_and_its_end_and_its_changes_are_followed() {
         let pool = POOL.replace("PORT", &scene.port.to_string());
         let stop = Arc::new(AtomicBool::new(false));
         let client = tokio::spawn(keep_asking(stage.envoy.port, Arc::clone(&stop)));
+        // The client is well under way when it changes, however fast the change is.
+        tokio::time::sleep(Duration::from_millis(300)).await;
         scene.namespace.apply(&pool.replace("app: engine", "app: other")).await.unwrap();
         stage.has(1).await;
         stage.serve(&["other"]).await;
